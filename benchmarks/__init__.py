@@ -1,0 +1,1 @@
+"""Measurements. Each writes rows to benchmarks/results/, with machine, versions, commit, date and command."""

@@ -1,0 +1,216 @@
+"""The 16-layer Llama-8B-shaped model of FACTS.md section 3 through the pipeline: MFU, memory against the formula, bubble.
+
+    python -m benchmarks.pipeline                 # every case, one torchrun job each; rows in benchmarks/results/pipeline.jsonl
+    python -m benchmarks.pipeline --only 64k-n16
+
+A case that fails or runs out of time is recorded with its reason, and the next one starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import record
+from slimpipe.config import Config
+from slimpipe.parallel.mesh import start_processes
+from slimpipe.plan.flops import step_flops
+from slimpipe.plan.memory import kv_gradient_bytes, microbatch_bytes
+from slimpipe.runtime.watchdog import Progress, Watchdog
+from slimpipe.schedule import equal_costs, simulate
+from slimpipe.train.session import Session
+
+RESULTS = Path(__file__).parent / "results" / "pipeline.jsonl"
+PEAK_FLOPS = {"NVIDIA H200": 989e12}
+GIB = 2**30
+
+# FACTS.md section 3: 16 layers of the Llama-8B shape, two pipeline ranks.
+CASES: dict[str, dict[str, Any]] = {
+    "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none"},
+    "16k-n4-v2": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none"},
+    "16k-n4-v1-norms": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "norms"},
+    "64k-n8": {"length": 65536, "m": 2, "n": 8, "v": 1, "recompute": "norms"},
+    "64k-n16": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms"},
+}
+COLUMNS = {
+    "case": "",
+    "mfu": ".1%",
+    "step_s": ".3f",
+    "tokens_per_s": ",.0f",
+    "bubble": ".1%",
+    "bubble_formula": ".1%",
+    "activation_gib": ".2f",
+    "expected_gib": ".2f",
+    "activation_error": "+.1%",
+    "peak_gib": ".1f",
+    "loss": ".3f",
+    "failed": "",
+}
+
+
+def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Config:
+    return Config.from_dict(
+        {
+            "model": {
+                "layers": layers,
+                "hidden_size": 4096,
+                "heads": 32,
+                "kv_heads": 8,
+                "intermediate_size": 14336,
+                "vocab_size": 128256,
+                "rope_theta": 500000.0,
+            },
+            "parallel": {"pp": ranks},
+            "pipeline": {"schedule": "slimpipe", "slices": case["n"], "virtual_stages": case["v"]},
+            "memory": {"recompute": case["recompute"]},
+            "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
+            "optim": {"lr": 1e-4, "warmup_steps": 1},
+            "train": {
+                "steps": steps,
+                "output": "unused",
+                "global_batch": case["m"],
+                "dtype": "bfloat16",
+                "device": case.get("device", "auto"),
+                "attention": case.get("attention", "auto"),
+                "watchdog_seconds": 90,
+            },
+        }
+    )
+
+
+def worker(case: dict[str, Any], steps: int) -> None:
+    """One rank of one case, under torchrun. Rank 0 prints the row."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    config = settings(case, int(os.environ["WORLD_SIZE"]), case["layers"], steps)
+    processes = start_processes(config)
+    progress = Progress()
+    session: Session | None = None
+    watchdog = Watchdog(
+        progress, 90, processes.rank, processes.world, processes.store, lambda: session and session.clock.unfinished()
+    )
+    started = time.perf_counter()
+    session = Session(config, processes.device, progress)
+    ready = time.perf_counter() - started
+    held = torch.cuda.memory_allocated()
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for step in range(steps):
+        tokens = torch.randint(config.model.vocab_size, (case["m"], case["length"] + 1), generator=generator)
+        rows.append(session.train_step(tokens[:, :-1], tokens[:, 1:]))
+        if processes.rank == 0:
+            print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
+    mine = memory(config, session, held)
+    everyone: list[Any] = [None] * processes.world
+    dist.all_gather_object(everyone, mine)
+    watchdog.stop()
+    if processes.rank == 0:
+        # The first step meets cold caches; the median leaves it out.
+        later = rows[1:] or rows
+        seconds = statistics.median(row.seconds for row in later)
+        flops = step_flops(config.model, case["length"], case["m"])
+        peak_flops = PEAK_FLOPS.get(torch.cuda.get_device_name(), 989e12) * processes.world
+        worst = max(everyone, key=lambda row: row["activation_gib"])
+        row = {
+            "mfu": flops / seconds / peak_flops,
+            "step_s": seconds,
+            "step_s_all": [round(row.seconds, 4) for row in rows],
+            "tokens_per_s": case["m"] * case["length"] / seconds,
+            "bubble": statistics.median(row.bubble for row in later),
+            "bubble_formula": simulate(session.plan, equal_costs()).bubble_fraction,
+            "loss": rows[-1].loss,
+            "grad_norm": rows[-1].grad_norm,
+            "ready_s": round(ready, 1),
+            **worst,
+            "by_rank": everyone,
+        }
+        print("ROW " + json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
+    """Measured activation memory of this rank, K and V included, and what the formula says, in GiB.
+
+    `held` is what was allocated between steps: weights, gradients, optimizer, KV slots with their dK, dV. Measured is the
+    step's peak over that, plus the slots' K and V (the formula counts them).
+    """
+    shape, model, tokens = session.shape, config.model, config.data.sequence_length * config.train.micro_batch
+    peak = torch.cuda.max_memory_allocated()
+    slots = list(zip(session.stages, session.engine.slots.capacity, strict=True))
+    kv = sum(
+        2 * 2 * model.kv_heads * model.head_dim * slot * len(stage.layers) * tokens // shape.n for stage, slot in slots
+    )
+    dkv = sum(kv_gradient_bytes(model, shape, slot, len(stage.layers), tokens) for stage, slot in slots)
+    whole = microbatch_bytes(model, config.memory.recompute, tokens)
+    layers = sum(len(stage.layers) for stage in session.stages)
+    unit = whole * layers / model.layers / shape.v / shape.n
+    expected = unit * session.peak_units
+    measured = peak - held + kv
+    return {
+        "activation_gib": measured / GIB,
+        "expected_gib": expected / GIB,
+        "activation_error": measured / expected - 1,
+        "peak_units": session.peak_units,
+        "kv_gib": kv / GIB,
+        "dkv_gib": dkv / GIB,
+        "held_gib": held / GIB,
+        "peak_gib": peak / GIB,
+    }
+
+
+def run_case(name: str, case: dict[str, Any], ranks: int, steps: int, limit: int) -> dict[str, Any]:
+    """One torchrun job under a hard time limit; its row, or the reason why there is none."""
+    with tempfile.TemporaryDirectory() as logs:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--log-dir", logs]
+        command += ["-m", "benchmarks.pipeline", "--worker", json.dumps(case), "--steps", str(steps)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            output, error = done.stdout, done.stderr
+        except subprocess.TimeoutExpired as expired:
+            output = (expired.stdout or b"").decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+            error = (expired.stderr or b"").decode() if isinstance(expired.stderr, bytes) else expired.stderr or ""
+            error += f"\nstopped after {limit} s"
+    print(error[-6000:], file=sys.stderr, flush=True)
+    for line in output.splitlines():
+        if line.startswith("ROW "):
+            found: dict[str, Any] = json.loads(line.removeprefix("ROW "))
+            return found
+    reasons = [line.strip() for line in error.splitlines() if "Error" in line or "stopped after" in line]
+    return {"failed": (reasons or ["no row and no error"])[-1][:200]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", choices=CASES, help="cases to run (default: all)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=150, help="seconds a case")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(json.loads(options.worker), options.steps)
+        return
+    rows = []
+    for name in options.only or CASES:
+        case = CASES[name] | {"layers": options.layers}
+        row = {"case": name, **case} | run_case(name, case, options.ranks, options.steps, options.limit)
+        row |= record.circumstances("python -m benchmarks.pipeline " + " ".join(sys.argv[1:]))
+        record.append(options.results, row)
+        rows.append(row)
+    record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Trains CONFIG with torchrun, on one node or many; run it on every node. Its exit status is that of the training.
+#
+#   scripts/train.sh CONFIG [key=value ...]
+#
+#   NPROC          processes on this node (all that the config's parallel section asks for, spread evenly over nodes)
+#   NNODES=1       nodes; with more than one:
+#   MASTER_ADDR    host name of one of them, the same everywhere
+#   MASTER_PORT    a free port there (29500)
+#   NODE_RANK      0 on the node at MASTER_ADDR, another number elsewhere
+#   OMP_NUM_THREADS   threads a process (this node's cores, spread evenly)
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+if (($# == 0)); then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+  exit 2
+fi
+python="$root/.venv/bin/python"
+[[ -x $python ]] || python="$(command -v python3)"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+nnodes="${NNODES:-1}"
+if [[ -z ${NPROC:-} ]]; then
+  # Reads the config as training will, so that a mistake in it shows here, once, and not once a process.
+  NPROC="$("$python" - "$nnodes" "$@" <<'PY'
+import sys
+from slimpipe.config import ConfigError, load_config
+nodes, path, *overrides = sys.argv[1:]
+try:
+    world = load_config(path, overrides).parallel.world_size
+except ConfigError as error:
+    sys.exit(str(error))
+if world % int(nodes):
+    sys.exit(f"the config asks for {world} processes, which {nodes} nodes cannot share evenly; set NPROC or NNODES")
+print(world // int(nodes))
+PY
+  )"
+fi
+
+cores="$(getconf _NPROCESSORS_ONLN)"
+threads=$((cores / NPROC))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+
+if ((nnodes == 1)); then
+  rendezvous=(--standalone)
+else
+  : "${MASTER_ADDR:?NNODES=$nnodes needs MASTER_ADDR, the host name of the first node}"
+  rendezvous=(
+    --nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id slimpipe
+  )
+  # Else torchrun compares MASTER_ADDR with this node's own names, and aliases are not among them.
+  if [[ -n ${NODE_RANK:-} ]]; then
+    rendezvous+=(--rdzv-conf "is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)")
+  fi
+fi
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m slimpipe train "$@"

@@ -1,0 +1,257 @@
+"""`slimpipe train | generate | simulate | draw`.
+
+What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under torchrun
+by one process a node. torch is imported by the commands that need it: schedules can be simulated and drawn without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from slimpipe.config import ConfigError, check_output, check_world, load_config
+from slimpipe.schedule import (
+    BUILT,
+    Costs,
+    PlanError,
+    Shape,
+    Timeline,
+    bubble_fraction,
+    build,
+    check,
+    draw_svg,
+    equal_costs,
+    grid,
+    lower,
+    peak_activation,
+    sliced_costs,
+)
+from slimpipe.schedule import simulate as run_on_paper
+
+app = typer.Typer(
+    help="Train language models on long contexts with a pipeline over slices of the sequence.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# How messages of this project begin that tell the user what to change: `train.device = cuda: ...`, `--prompt: ...`.
+_TELLS_THE_USER: Final = re.compile(r"(--[a-z-]+|[a-z]+\.[a-z_0-9]+)( = .+?)?: ")
+
+
+@contextmanager
+def _told_in_one_line(*kinds: type[ValueError]) -> Iterator[None]:
+    """Turns errors of the user's into their line and exit code 2; others are bugs and keep their traceback.
+
+    `kinds`: errors that are the user's whatever they say, besides those of settings and schedules.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error, (ConfigError, PlanError, *kinds)) and not _TELLS_THE_USER.match(str(error)):
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(f"slimpipe {version('slimpipe')}")
+    except PackageNotFoundError:
+        typer.echo("slimpipe (not installed: run from its source folder)")
+    raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; docs/configuration.md has all keys.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as pipeline.slices=8 optim.lr=1e-4.")
+    ] = None,
+) -> None:
+    """Train a model. With parallel.pp above 1: torchrun --nproc-per-node N -m slimpipe train CONFIG."""
+    changes = overrides or []
+    with _told_in_one_line():
+        settings = load_config(config, changes)
+        check_world(settings, int(os.environ.get("WORLD_SIZE", "1")), ["train", str(config), *changes])
+        check_output(settings)
+
+    from slimpipe.data import DataError
+    from slimpipe.train.main import train as run
+
+    with _told_in_one_line(DataError):
+        run(settings)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run (its train.output).")],
+    prompt: Annotated[str, typer.Option(help="The text to complete.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: among all.")] = 40,
+    seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Complete a prompt with a trained model."""
+    from slimpipe.data import DataError
+    from slimpipe.train.checkpoint import CheckpointError
+    from slimpipe.train.generate import generate as complete
+
+    with _told_in_one_line(DataError, CheckpointError):
+        typer.echo(complete(run, prompt, max_tokens, temperature, top_k, seed, device))
+
+
+ScheduleOption = Annotated[str, typer.Option(help=f"One of {', '.join(BUILT)}.")]
+RanksOption = Annotated[int, typer.Option(help="Pipeline ranks p.")]
+SlicesOption = Annotated[int, typer.Option(help="Slices n a sequence.")]
+StagesOption = Annotated[int, typer.Option(help="Model chunks v a rank.")]
+MicrobatchesOption = Annotated[int, typer.Option(help="Microbatches m a step.")]
+AttentionOption = Annotated[
+    float | None, typer.Option(help="Attention's share of a forward, 0 to 1: later slices cost more.")
+]
+BackwardOption = Annotated[
+    float | None, typer.Option(help="A backward's cost in forwards, all slices equal. Default 2.")
+]
+
+
+@app.command()
+def simulate(
+    schedule: ScheduleOption = "slimpipe",
+    pp: RanksOption = 4,
+    slices: SlicesOption = 1,
+    virtual_stages: StagesOption = 1,
+    microbatches: MicrobatchesOption = 4,
+    attention_share: AttentionOption = None,
+    backward_cost: BackwardOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    with_grid: Annotated[bool, typer.Option("--grid", help="Also the grid of ranks and ticks.")] = False,
+) -> None:
+    """Run a schedule on paper: bubble, memory and idle time. Checks it first, transfers included."""
+    with _told_in_one_line():
+        paper = _Paper.of(
+            schedule, Shape(pp, virtual_stages, slices, microbatches), _costs(slices, attention_share, backward_cost)
+        )
+    report = paper.report()
+    if as_json:
+        if with_grid:
+            report["grid"] = paper.grid().splitlines()
+        typer.echo(json.dumps(report, indent=2))
+        return
+    _show(report)
+    if with_grid:
+        typer.echo(paper.grid(), nl=False)
+
+
+@app.command()
+def draw(
+    schedule: ScheduleOption = "slimpipe",
+    pp: RanksOption = 4,
+    slices: SlicesOption = 1,
+    virtual_stages: StagesOption = 1,
+    microbatches: MicrobatchesOption = 4,
+    attention_share: AttentionOption = None,
+    backward_cost: BackwardOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The SVG file to write.")] = Path("schedule.svg"),
+) -> None:
+    """Draw a schedule's timeline as SVG."""
+    with _told_in_one_line():
+        paper = _Paper.of(
+            schedule, Shape(pp, virtual_stages, slices, microbatches), _costs(slices, attention_share, backward_cost)
+        )
+        try:
+            output.write_text(draw_svg(paper.timeline), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError([f"--output = {output}: cannot be written: {error.strerror}"]) from error
+    typer.echo(f"wrote {output}")
+
+
+def _costs(slices: int, attention_share: float | None, backward_cost: float | None) -> Costs:
+    if attention_share is None:
+        if backward_cost is not None and not 0 < backward_cost < float("inf"):
+            raise ConfigError([f"--backward-cost = {backward_cost}: must be a number > 0"])
+        return equal_costs(1.0, 2.0 if backward_cost is None else backward_cost)
+    if backward_cost is not None:
+        raise ConfigError([f"--backward-cost = {backward_cost}: --attention-share sets it; leave one of them out"])
+    if not 0 <= attention_share <= 1:
+        raise ConfigError([f"--attention-share = {attention_share}: must be a number >= 0 and <= 1"])
+    return sliced_costs(slices, attention_share)
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """A schedule that was built, proved sound and run on paper."""
+
+    name: str
+    shape: Shape
+    timeline: Timeline
+    kv_slots: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, name: str, shape: Shape, costs: Costs) -> _Paper:
+        plan = lower(build(name, shape))
+        peaks = check(plan)
+        return cls(name, shape, run_on_paper(plan, costs), peaks.kv_slots)
+
+    def grid(self) -> str:
+        return grid(self.timeline)
+
+    def report(self) -> dict[str, Any]:
+        """What `--json` prints. Times in forwards of a unit, lists by rank, activations in those of one microbatch."""
+        shape, timeline = self.shape, self.timeline
+        return {
+            "schedule": self.name,
+            "pp": shape.p,
+            "virtual_stages": shape.v,
+            "slices": shape.n,
+            "microbatches": shape.m,
+            "bubble_fraction": timeline.bubble_fraction,
+            "makespan": timeline.makespan,
+            "peak_units": list(timeline.peak_units),
+            "peak_activation": timeline.peak_activation,
+            "kv_slots": [list(chunks) for chunks in self.kv_slots],
+            "idle": list(timeline.idle),
+            "formula": {
+                "bubble_fraction": float(bubble_fraction(self.name, shape)),
+                "peak_activation": float(peak_activation(self.name, shape)),
+            },
+        }
+
+
+def _show(report: dict[str, Any]) -> None:
+    formula = report["formula"]
+    title = "{schedule}: p {pp}, v {virtual_stages}, n {slices}, m {microbatches}".format(**report)
+    whole = Table("", "simulated", "formula, equal costs", title=title, title_justify="left")
+    whole.add_row("bubble", f"{report['bubble_fraction']:.2%}", f"{formula['bubble_fraction']:.2%}")
+    whole.add_row("peak activation, in M_a", f"{report['peak_activation']:.4f}", f"{formula['peak_activation']:.4f}")
+    whole.add_row("makespan, in forwards", f"{report['makespan']:.2f}", "")
+    ranks = Table("rank", "idle", "peak units", "KV slots by chunk")
+    rows = zip(report["idle"], report["peak_units"], report["kv_slots"], strict=True)
+    for rank, (idle, units, slots) in enumerate(rows):
+        ranks.add_row(str(rank), f"{idle:.2f}", str(units), " ".join(map(str, slots)))
+    console = Console()
+    console.print(whole, ranks)

@@ -1,0 +1,155 @@
+"""The whole of a run's settings: reading them, checking sections against each other, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from typing_extensions import Self
+
+from slimpipe.config.allowed import divisors_near
+from slimpipe.config.errors import ConfigError
+from slimpipe.config.explain import explain, known_keys, unknown_key
+from slimpipe.config.section import refuse
+from slimpipe.config.sections import (
+    DataConfig,
+    LogConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from slimpipe.config.yaml_text import dump, parse, shown
+from slimpipe.schedule import PlanError, Shape, place_layers, supported
+
+
+class Config(BaseModel):
+    """One run. Made by `load_config` or `Config.from_dict`; never changed afterwards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    pipeline: PipelineConfig
+    memory: MemoryConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    log: LogConfig
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Settings as nested mappings, as YAML gives them. A section left out or empty has its defaults.
+
+        Raises ConfigError, a line for each problem.
+        """
+        sections = {key: {} if value is None else value for key, value in settings.items()}
+        try:
+            return cls.model_validate({name: {} for name in cls.model_fields} | sections)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls)) from error
+
+    @property
+    def microbatches(self) -> int:
+        """m: microbatches a step that each data-parallel rank takes through the pipeline."""
+        return self.train.global_batch // (self.parallel.dp * self.train.micro_batch)
+
+    @property
+    def shape(self) -> Shape:
+        """(p, v, n, m) of the schedule."""
+        return Shape(self.parallel.pp, self.pipeline.virtual_stages, self.pipeline.slices, self.microbatches)
+
+    def dump_yaml(self, path: str | Path) -> None:
+        """Writes a file that `load_config` reads back as equal settings."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def to_yaml(self) -> str:
+        """All sections with their defaults; no value that follows from others (`Section.record`)."""
+        return dump({name: getattr(self, name).record() for name in type(self).model_fields})
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        refuse(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """One line for each rule across sections that is broken."""
+        pipeline, train = self.pipeline, self.train
+        length = self.data.sequence_length
+        if length % pipeline.slices:
+            use = divisors_near(length, pipeline.slices)
+            yield pipeline.problem(
+                "slices", f"sequence length {length} is not divisible by {pipeline.slices}; use a divisor ({use})"
+            )
+        lot = self.parallel.dp * train.micro_batch
+        if train.global_batch % lot:
+            up = -(-train.global_batch // lot) * lot
+            yield train.problem(
+                "global_batch",
+                f"not divisible by parallel.dp x train.micro_batch = {lot}; use a multiple ({up}, {up + lot})",
+            )
+        else:
+            reason = supported(pipeline.schedule, self.shape)
+            if reason is not None:
+                yield reason
+        try:
+            place_layers(self.model.layers, self.parallel.pp * pipeline.virtual_stages, pipeline.layers_per_stage)
+        except PlanError as error:
+            yield str(error)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Settings of a YAML file, with dotted overrides such as `pipeline.slices=16` (the last one of a key counts).
+
+    An override's value is YAML. Raises ConfigError, a line for each problem.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not a UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
+    except FileNotFoundError as error:
+        reason = "no such file; give the path of a YAML file such as configs/quickstart.yaml"
+        raise ConfigError([f"{path}: {reason}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    settings = parse(text, str(path))
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError([f"{path}: must be a mapping of the sections {', '.join(Config.model_fields)}"])
+    problems = [line for override in overrides for line in _apply(override, settings)]
+    if problems:
+        raise ConfigError(problems)
+    return Config.from_dict(settings)
+
+
+def _apply(override: str, settings: dict[str, Any]) -> list[str]:
+    """Sets one `section.key=value` in `settings`; what is wrong with it, if anything."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        return [f"{shown(override)}: not an override; write section.key=value, such as pipeline.slices=16"]
+    known = tuple(known_keys(Config))
+    if key in Config.model_fields:
+        keys = ", ".join(name for name in known if name.startswith(f"{key}."))
+        return [f"{key}: a section, not a key; override one of {keys}"]
+    if key not in known and not key.startswith("model.options."):
+        return [unknown_key(key, Config)]
+    try:
+        value = parse(text, f"{key}={text}")
+    except ConfigError as error:
+        return list(error.lines)
+    *path, leaf = key.split(".")
+    inner: Any = settings
+    for name in path:
+        if inner.get(name) is None:
+            inner[name] = {}
+        inner = inner[name]
+        if not isinstance(inner, dict):
+            return []  # the file has something else than a mapping there: validation names it
+    inner[leaf] = value
+    return []

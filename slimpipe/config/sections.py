@@ -1,0 +1,245 @@
+"""The eight sections of a run's settings. Types say what a key may hold; `problems` what keys owe each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from slimpipe.config.allowed import Allowed, divisors_near
+from slimpipe.config.section import Planned, Refused, Section
+
+_PLAIN = "sliced attention needs plain causal attention over one document a row"
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _ratio(value: Any) -> bool:
+    return isinstance(value, (int, float, dict, list))
+
+
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists; a frozen section holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _zero_is_null(value: Any) -> Any:
+    return None if value == 0 and not isinstance(value, bool) else value
+
+
+class RopeScaling(Section):
+    """How rotary positions stretch beyond the length a model was made for."""
+
+    path: ClassVar[str] = "model.rope_scaling"
+    type: Literal["linear", "llama3"] = Field(description="`llama3` is the Llama 3.1 release's rule.")
+    factor: PositiveFloat = Field(description="Frequencies are divided by it (`llama3`: the low ones).")
+    low_freq_factor: PositiveFloat | None = Field(None, description="`llama3` only. Llama 3.1 has 1.")
+    high_freq_factor: PositiveFloat | None = Field(None, description="`llama3` only. Llama 3.1 has 4.")
+    original_max_position: PositiveInt | None = Field(None, description="`llama3` only. Llama 3.1 has 8192.")
+
+    def problems(self) -> Iterator[str]:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        for key in ("low_freq_factor", "high_freq_factor", "original_max_position"):
+            given = getattr(self, key) is not None
+            if given and self.type == "linear":
+                yield self.problem(key, "only type llama3 has it; remove the key")
+            if not given and self.type == "llama3":
+                yield self.problem(key, "type llama3 needs a number here")
+        if low is not None and high is not None and low >= high:
+            yield self.problem("high_freq_factor", f"must be above low_freq_factor ({low})")
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    path: ClassVar[str] = "model"
+    name: Annotated[str, Allowed("llama or package.module:Class")] = Field(
+        "llama",
+        description="A model of slimpipe's, or a class of your own that keeps the contract of `slimpipe/models`.",
+    )
+    layers: PositiveInt = Field(description="Transformer blocks.")
+    hidden_size: PositiveInt = Field(description="Width H of the residual stream.")
+    heads: PositiveInt = Field(description="Query heads.")
+    kv_heads: PositiveInt = Field(
+        default_factory=lambda data: data["heads"],
+        description="Key-value heads; fewer than `heads` is grouped-query attention. Default: `heads`.",
+    )
+    head_dim: PositiveInt = Field(
+        default_factory=lambda data: max(1, data["hidden_size"] // data["heads"]),
+        description="Width of one head, even. Default: `hidden_size / heads`.",
+    )
+    intermediate_size: PositiveInt = Field(description="Width of the feed-forward block.")
+    vocab_size: PositiveInt = Field(description="Entries of the vocabulary; the tokenizer is trained to have as many.")
+    tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weight.")
+    rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(None, description="Rotary scaling for long contexts, or null.")
+    norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of the RMS norms.")
+    qk_norm: bool = Field(False, description="Whether queries and keys are normalised, head by head.")
+    init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Free settings for a model of your own.")
+    sliding_window: Annotated[None, Refused("sliding windows", _PLAIN)] = Field(None, description="Not supported.")
+    alibi: Annotated[None, Refused("ALiBi biases", _PLAIN)] = Field(None, description="Not supported.")
+    document_mask: Annotated[None, Refused("document masks", _PLAIN)] = Field(None, description="Not supported.")
+
+    def problems(self) -> Iterator[str]:
+        if self.name != "llama" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
+            yield self.problem("name", "unknown model; must be llama or package.module:Class")
+        if self.name == "llama" and self.options:
+            yield self.problem("options", "llama has no options; remove the key")
+        if self.heads % self.kv_heads:
+            use = divisors_near(self.heads, self.kv_heads)
+            yield self.problem(
+                "kv_heads", f"heads {self.heads} is not divisible by {self.kv_heads}; use a divisor ({use})"
+            )
+        if "head_dim" not in self.model_fields_set and self.hidden_size % self.heads:
+            yield self.problem(
+                "hidden_size", f"not divisible by model.heads = {self.heads}; use a multiple, or set model.head_dim"
+            )
+        elif self.head_dim % 2:
+            yield self.problem("head_dim", "must be even: rotary positions turn pairs; change it or model.heads")
+
+
+class ParallelConfig(Section):
+    """How many processes share the work, along each axis. Their product is the number of processes."""
+
+    path: ClassVar[str] = "parallel"
+    pp: PositiveInt = Field(1, description="Pipeline ranks p: layers are spread over them.")
+    tp: Annotated[PositiveInt, Allowed("1"), Planned("tensor parallelism", when=_above_one)] = Field(
+        1, description="Tensor-parallel ranks."
+    )
+    cp: Annotated[PositiveInt, Allowed("1"), Planned("context parallelism", when=_above_one)] = Field(
+        1, description="Context-parallel ranks."
+    )
+    ep: Annotated[PositiveInt, Allowed("1"), Planned("expert parallelism", when=_above_one)] = Field(
+        1, description="Expert-parallel ranks, taken from the data-parallel ones."
+    )
+    dp: Annotated[PositiveInt, Allowed("1"), Planned("data parallelism", when=_above_one)] = Field(
+        1, description="Data-parallel ranks."
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Processes the run needs. Experts live on data-parallel ranks and add none."""
+        return self.pp * self.tp * self.cp * self.dp
+
+
+class PipelineConfig(Section):
+    """The schedule."""
+
+    path: ClassVar[str] = "pipeline"
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "slimpipe"],
+        Planned("this schedule", ("terapipe", "seq1f1b", "zb_v", "v_half", "v_min")),
+    ] = Field("slimpipe", description="Order of forwards and backwards. All but `slimpipe` run whole sequences.")
+    slices: PositiveInt = Field(1, description="Slices n a sequence; divides `data.sequence_length`.")
+    virtual_stages: PositiveInt = Field(
+        1, description="Model chunks v a rank. Above 1, `slimpipe` needs `slices` >= `parallel.pp`."
+    )
+    layers_per_stage: Annotated[tuple[PositiveInt, ...] | None, BeforeValidator(_as_tuple)] = Field(
+        None, description="Layers of each of the pp x v stages in turn. Default: as even as can be."
+    )
+    exchange: Annotated[Literal["off"], Planned("attention context exchange", ("pairwise", "balanced"))] = Field(
+        "off", description="Whether ranks share attention work."
+    )
+    vocab_parallel: Annotated[bool, Allowed("false"), Planned("vocabulary parallelism", (True,))] = Field(
+        False, description="Whether the output layer is spread over all pipeline ranks."
+    )
+    trace: bool = Field(False, description="Print every action and transfer.")
+
+
+class MemoryConfig(Section):
+    """What activations cost."""
+
+    path: ClassVar[str] = "memory"
+    recompute: Annotated[
+        Literal["none", "norms"], Planned("this recomputation", ("mlp", "all_but_attention", "full"))
+    ] = Field("none", description="`norms` makes norm outputs and the SwiGLU product again in the backward.")
+    swap: Annotated[Literal["off"], Planned("swapping to host memory", ("auto",), when=_ratio)] = Field(
+        "off", description="Activations in host memory."
+    )
+
+
+class DataConfig(Section):
+    """What is read."""
+
+    path: ClassVar[str] = "data"
+    corpus: Annotated[str, Field(min_length=1), Allowed("python_stdlib or a path")] = Field(
+        description="`python_stdlib` (the running interpreter's own library sources), a text file, or a folder of them."
+    )
+    sequence_length: PositiveInt = Field(description="Tokens S a sequence.")
+    cache_dir: Annotated[str, Field(min_length=1), Allowed("a path")] = Field(
+        "~/.cache/slimpipe", description="Where tokenizers and token files are kept."
+    )
+
+
+class OptimConfig(Section):
+    """AdamW and its learning rate."""
+
+    path: ClassVar[str] = "optim"
+    lr: PositiveFloat = Field(3e-4, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = Field(
+        default_factory=lambda data: 0.1 * data["lr"], description="Where the cosine ends. Default: a tenth of `lr`."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises from 0.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="The rate after the warm-up.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Decay of the second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Epsilon of Adam.")
+    grad_clip: Annotated[PositiveFloat | None, Allowed("a number >= 0 or null"), BeforeValidator(_zero_is_null)] = (
+        Field(1.0, description="Largest norm of all gradients together; 0 or null: no clipping.")
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield self.problem("min_lr", f"must be at most optim.lr ({self.lr})")
+
+
+class TrainConfig(Section):
+    """The run."""
+
+    path: ClassVar[str] = "train"
+    steps: PositiveInt = Field(description="Optimizer steps.")
+    output: Annotated[str, Field(min_length=1), Allowed("a path")] = Field(
+        description="The run's folder: `config.yaml`, `metrics.jsonl`, the checkpoint."
+    )
+    global_batch: PositiveInt = Field(description="Sequences a step, over all data-parallel ranks.")
+    micro_batch: PositiveInt = Field(
+        1, description="Sequences a microbatch; the number of microbatches m is `global_batch / (dp * micro_batch)`."
+    )
+    seed: NonNegativeInt = Field(0, description="Of weights and of the order of the data.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations in compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: a GPU where there is one.")
+    deterministic: bool = Field(False, description="Deterministic kernels throughout: equal runs give equal bits.")
+    watchdog_seconds: PositiveFloat = Field(
+        300.0, description="Without progress for so long, name what each rank does and stop."
+    )
+    attention: Literal["auto", "plain", "flash", "cudnn"] = Field("auto", description="Attention backend.")
+    ce_chunk: PositiveInt = Field(1024, description="Tokens a chunk of the cross-entropy: bounds the logits in memory.")
+
+    def problems(self) -> Iterator[str]:
+        if self.attention not in ("flash", "cudnn"):
+            return
+        if self.dtype != "bfloat16":
+            yield self.problem("attention", f"not for train.dtype {self.dtype}; use plain or train.dtype: bfloat16")
+        if self.device == "cpu":
+            yield self.problem("attention", "runs on a GPU only; use plain or train.device: cuda")
+        if self.attention == "cudnn" and self.deterministic:
+            yield self.problem(
+                "attention", "its backward is not deterministic; use flash or train.deterministic: false"
+            )
+
+
+class LogConfig(Section):
+    """What is shown."""
+
+    path: ClassVar[str] = "log"
+    every: PositiveInt = Field(1, description="Steps between lines of the display. `metrics.jsonl` has every step.")
+    tensorboard: bool = Field(False, description="Also write TensorBoard events to the run's folder.")
+    display: Literal["auto", "rich", "plain", "none"] = Field(
+        "auto", description="`auto`: `rich` on a terminal, else `plain`."
+    )

@@ -1,0 +1,42 @@
+"""cuDNN attention through ATen: the default on a GPU. Its backward is not deterministic (FACTS.md section 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class CudnnAttention:
+    """bf16 or fp16 on Hopper and newer; grouped-query heads unexpanded; strided keys and values."""
+
+    name = "cudnn"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal
+        )
+        return out.transpose(1, 2), lse.squeeze(-1)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # No dropout: the Philox state is read by nothing. ATen wants it on the host.
+        seed = offset = torch.zeros((), dtype=torch.int64)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse.unsqueeze(-1),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,0 +1,55 @@
+"""`fused`: an elementwise function that runs compiled on a GPU and eagerly on the CPU.
+
+Inductor turns a chain of elementwise operations and row reductions into one pass over memory, which is what these
+functions cost; FACTS.md section 2 has the LSE merge at 0.106 ms compiled against 0.507 ms eager. On the CPU
+compilation would cost more than the tests that use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Fused(Generic[P, R]):
+    """Callable that picks the compiled form for CUDA tensors. `.plain` is the function itself, for comparison."""
+
+    def __init__(self, plain: Callable[P, R]) -> None:
+        self.plain = plain
+        functools.update_wrapper(self, plain)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[P, R]:
+        # dynamic=False: a run has a handful of shapes, all met in the warm-up; specialised code is faster.
+        return torch.compile(self.plain, dynamic=False)
+
+    @functools.cached_property
+    def can_compile(self) -> bool:
+        return importlib.util.find_spec("triton") is not None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _on_cuda(args[0]) and self.can_compile:
+            return self.compiled(*args, **kwargs)
+        return self.plain(*args, **kwargs)
+
+
+def _on_cuda(argument: Any) -> bool:
+    tensor = argument[0] if isinstance(argument, (list, tuple)) else argument
+    return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+
+
+def fused(function: Callable[P, R]) -> Fused[P, R]:
+    """Decorator. The function must be pure, its first argument a tensor (or a list of them)."""
+    return Fused(function)
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """x in the precision that sums are taken in: fp32, or fp64 where x is fp64."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,84 @@
+"""RMSNorm, alone and in front of a linear layer.
+
+`norm_linear` exists for `memory.recompute: norms` (DESIGN.md section 7): the linear's weight gradient needs the
+normalised input, which one cheap pass makes again from the input and one number a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.weight_grad import matrix_gradient, vector_gradient
+
+
+@fused
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [.., H], weight [H] -> (y [.., H], rstd [.., 1]); statistics and product in fp32, rounded once."""
+    wide = upcast(x)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rstd * upcast(weight)).to(x.dtype), rstd
+
+
+@fused
+def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """y once more from what is saved; bit for bit what `rms_norm_forward` gave."""
+    return (upcast(x) * rstd * upcast(weight)).to(x.dtype)
+
+
+@fused
+def rms_norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx [.., H] in x's dtype, dweight [H] in fp32)."""
+    wide_g, hat = upcast(g), upcast(x) * rstd
+    scaled = wide_g * upcast(weight)
+    dx = (scaled - hat * (scaled * hat).mean(-1, keepdim=True)) * rstd
+    dweight = (wide_g * hat).flatten(0, -2).sum(0)
+    return dx.to(x.dtype), dweight
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = rms_norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, rstd, weight = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(g, x, rstd, weight)
+        return dx, vector_gradient(weight, dweight), None
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, keep: bool) -> Tensor:
+        y, rstd = rms_norm_forward(x, norm_weight, eps)
+        ctx.save_for_backward(x, rstd, norm_weight, weight, y if keep else None)
+        return y @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, rstd, norm_weight, weight, y = ctx.saved_tensors
+        if y is None:
+            y = rms_norm_again(x, rstd, norm_weight)
+        dw = matrix_gradient(weight, g, y)
+        del y
+        dx, dnorm = rms_norm_backward(g @ weight, x, rstd, norm_weight)
+        return dx, vector_gradient(norm_weight, dnorm), dw, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [.., H], weight [H] -> x / sqrt(mean(x^2) + eps) * weight, [.., H]."""
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, recompute: bool) -> Tensor:
+    """rms_norm(x) W^T: x [.., H], norm_weight [H], weight [out, H] -> [.., out].
+
+    With `recompute` the normalised x is not kept for the backward but made again there (bitwise the same).
+    """
+    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute)  # type: ignore[no-untyped-call, no-any-return]

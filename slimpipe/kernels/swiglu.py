@@ -1,0 +1,54 @@
+"""SwiGLU and the down projection behind it.
+
+`memory.recompute: norms` (DESIGN.md section 7) does not keep the product silu(gate) * up: the backward has gate and up
+anyway and makes it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.weight_grad import matrix_gradient
+
+
+@fused
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """gate_up [.., 2 I], gate first -> silu(gate) * up [.., I]; taken in fp32, rounded once."""
+    gate, up = upcast(gate_up).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@fused
+def swiglu_backward(g: Tensor, gate_up: Tensor) -> Tensor:
+    """g [.., I] -> gradient of gate_up [.., 2 I]."""
+    gate, up = upcast(gate_up).chunk(2, -1)
+    wide_g = upcast(g)
+    sigmoid = torch.sigmoid(gate)
+    dgate = wide_g * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((dgate, wide_g * gate * sigmoid), -1).to(g.dtype)
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, keep: bool) -> Tensor:
+        product = swiglu_forward(gate_up)
+        ctx.save_for_backward(gate_up, weight, product if keep else None)
+        return product @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, weight, product = ctx.saved_tensors
+        if product is None:
+            product = swiglu_forward(gate_up)
+        dw = matrix_gradient(weight, g, product)
+        del product
+        return swiglu_backward(g @ weight, gate_up), dw, None
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor, recompute: bool) -> Tensor:
+    """(silu(gate) * up) W^T: gate_up [.., 2 I] with gate first, weight [H, I] -> [.., H]."""
+    return _SwiGLULinear.apply(gate_up, weight, not recompute)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,48 @@
+"""Weight gradients, summed in fp32 over the m n slices of a step (DESIGN.md section 6).
+
+A step adds m n gradients into each weight; summed in bf16 the small ones vanish. A parameter that the engine trains
+carries `main_grad`, an fp32 tensor of its shape, and the functions here add into it. Without one (the function is
+used outside the engine) they return the gradient, for autograd to keep in the usual way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def main_grad(parameter: Tensor) -> Tensor | None:
+    return getattr(parameter, "main_grad", None)
+
+
+def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc [M, N] += a [K, M]^T @ b [K, N], the product taken and added in acc's precision.
+
+    On a GPU with bf16 inputs this is one GEMM whose epilogue adds into fp32 (FACTS.md section 2: 663 TFLOP/s against 523
+    for a GEMM and an add). The CPU has no such GEMM: there the inputs are widened first.
+    """
+    if a.dtype == acc.dtype:
+        acc.addmm_(a.T, b)
+    elif acc.is_cuda:
+        torch.addmm(acc, a.T, b, out_dtype=acc.dtype, out=acc)
+    else:
+        acc.addmm_(a.T.to(acc.dtype), b.to(acc.dtype))
+
+
+def matrix_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
+    """Gradient of W [out, in] from y = x W^T: g [.., out]^T @ x [.., in]; None once added into `main_grad`."""
+    g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+    acc = main_grad(weight)
+    if acc is None:
+        return g.T @ x
+    add_matmul(acc, g, x)
+    return None
+
+
+def vector_gradient(parameter: Tensor, grad: Tensor) -> Tensor | None:
+    """Adds a gradient that is already reduced to the parameter's shape; None once added into `main_grad`."""
+    acc = main_grad(parameter)
+    if acc is None:
+        return grad.to(parameter.dtype)
+    acc.add_(grad)
+    return None

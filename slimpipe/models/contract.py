@@ -1,0 +1,92 @@
+"""What a model must be to run in the pipeline, and what its blocks are given (DESIGN.md section 9).
+
+A model is a `torch.nn.Module` built from `ModelSettings`, with three attributes:
+
+- `embedding`: a module, tokens [b, s] -> x [b, s, H], with a parameter `weight` [V, H];
+- `layers`: a ModuleList of blocks, each `forward(x, slice) -> x`, [b, s, H];
+- `head`: a module, x [b, s, H] -> hidden [b, s, H] (the final norm), with a parameter `weight` [V, H], the output
+  projection. `head.weight is embedding.weight` ties them.
+
+It is built on the meta device, and each rank gives memory only to its own part; so a block keeps no buffers with values
+of its own. What depends on the token's place it takes from the slice: `slice.positions`, `slice.attend`, `slice.memo`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+T = TypeVar("T")
+
+
+class Slice(Protocol):
+    """What a block sees of the slice it works on."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Absolute positions of the slice's tokens, [s] int64."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention over the whole prefix, this slice included.
+
+        `layer` is the block's index in the model; q [b, s, heads, d], k and v [b, s, kv_heads, d], after RoPE;
+        returns [b, s, heads, d]. Softmax scale 1 / sqrt(d).
+        """
+        ...
+
+    def memo(self, key: str, make: Callable[[], T]) -> T:
+        """make(), once for this slice: later calls with the same key return the same object (RoPE tables, say)."""
+        ...
+
+
+def initialise(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """First values of one parameter: the model's own `init_parameter(name, parameter, generator)` if it has one;
+    else ones for vectors (norm weights) and a normal distribution of deviation `std` for the rest."""
+    own: Any = getattr(module, "init_parameter", None)
+    with torch.no_grad():
+        if own is not None:
+            own(name, parameter, generator)
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, std, generator=generator)
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model that `model.name` asks for, on the meta device: no memory, whole on every rank.
+
+    Raises ValueError, naming `model.name`, where it cannot be found or breaks the contract.
+    """
+    name = config.model.name
+    with torch.device("meta"):
+        model = _model_class(name)(config)
+    for attribute in ("embedding", "layers", "head"):
+        if not isinstance(getattr(model, attribute, None), nn.Module):
+            raise ValueError(f"model.name = {name}: the model has no module `{attribute}`; see slimpipe/models/contract.py")
+    for attribute in ("embedding", "head"):
+        if not isinstance(getattr(getattr(model, attribute), "weight", None), nn.Parameter):
+            raise ValueError(f"model.name = {name}: `{attribute}` has no parameter `weight` of shape [vocab, hidden]")
+    if len(model.layers) != config.model.layers:
+        raise ValueError(f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree")
+    return model
+
+
+def _model_class(name: str) -> Callable[[Config], Any]:
+    if name == "llama":
+        from slimpipe.models.llama import Llama
+
+        return Llama
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.name = {name}: {error}; use llama or an importable package.module:Class") from error
+    return found  # type: ignore[no-any-return]

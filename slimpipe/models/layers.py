@@ -1,0 +1,77 @@
+"""Building blocks for models: parameters in modules, mathematics in `slimpipe.kernels`.
+
+They hold fp32-accumulating weight gradients and the recompute of `memory.recompute: norms`. Plain torch.nn modules work
+in a model too; they take one more pass over each weight gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from slimpipe.kernels.embedding import embedding
+from slimpipe.kernels.linear import linear
+from slimpipe.kernels.norm import norm_linear, rms_norm
+from slimpipe.kernels.swiglu import swiglu_linear
+
+
+class Linear(nn.Module):
+    """y = x W^T, weight [out, in], no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, weight [H]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """tokens [b, s] -> [b, s, H], weight [V, H]."""
+
+    def __init__(self, vocabulary: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight)
+
+
+class Head(nn.Module):
+    """Final norm, and the output projection `weight` [V, H] that the loss uses. `tie_to` shares an embedding's weight."""
+
+    def __init__(self, vocabulary: int, size: int, eps: float, tie_to: Embedding | None) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+        self.weight = nn.Parameter(torch.empty(vocabulary, size)) if tie_to is None else tie_to.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def project_normed(x: Tensor, norm: RMSNorm, projection: Linear, recompute: bool) -> Tensor:
+    """projection(norm(x)); with `recompute` the normalised x is not kept for the backward."""
+    return norm_linear(x, norm.weight, projection.weight, norm.eps, recompute)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate) * up) behind a norm: gate and up are one GEMM, weight [2 I, H] with gate's rows first."""
+
+    def __init__(self, size: int, inner: int, recompute: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.recompute = Linear(size, 2 * inner), Linear(inner, size), recompute
+
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        gate_up = project_normed(x, norm, self.gate_up, self.recompute)
+        return swiglu_linear(gate_up, self.down.weight, self.recompute)

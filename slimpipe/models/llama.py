@@ -1,0 +1,72 @@
+"""Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU; optional QK-norm, tied or untied embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
+from slimpipe.models.contract import Slice
+from slimpipe.models.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, project_normed
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+
+class Attention(nn.Module):
+    """Self-attention with the norm in front of it. `qkv` holds all query heads, then key heads, then value heads."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        model = config.model
+        self.layer, self.settings = layer, model
+        self.recompute = config.memory.recompute != "none"
+        self.heads = (model.heads, model.kv_heads, model.kv_heads)
+        self.qkv = Linear(model.hidden_size, sum(self.heads) * model.head_dim)
+        self.output = Linear(model.heads * model.head_dim, model.hidden_size)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+
+    def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> Tensor:
+        qkv = project_normed(x, norm, self.qkv, self.recompute).unflatten(-1, (-1, self.settings.head_dim))
+        q, k, v = qkv.split(self.heads, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = slice.memo("rope", lambda: self._rope_table(slice.positions))
+        out = slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
+        return self.output(out.flatten(2))  # type: ignore[no-any-return]
+
+    def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        model = self.settings
+        scaling = None if model.rope_scaling is None else dict(model.rope_scaling)
+        frequencies = inverse_frequencies(model.head_dim, model.rope_theta, scaling, positions.device)
+        return rope_table(positions, frequencies)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x [b, s, H]."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        model = config.model
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.mlp = SwiGLU(model.hidden_size, model.intermediate_size, config.memory.recompute != "none")
+
+    def forward(self, x: Tensor, slice: Slice) -> Tensor:
+        x = x + self.attention(x, self.attention_norm, slice)
+        return x + self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """The contract's three parts: `embedding`, `layers`, `head`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        model = config.model
+        self.embedding = Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
+        tie_to = self.embedding if model.tie_embeddings else None
+        self.head = Head(model.vocab_size, model.hidden_size, model.norm_eps, tie_to)

@@ -1,0 +1,1 @@
+"""Device mesh, gradient buffers and the optimizer."""

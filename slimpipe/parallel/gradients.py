@@ -1,0 +1,63 @@
+"""fp32 gradients of a rank's parameters, in one buffer (DESIGN.md section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class GradientBuffer:
+    """Gives every parameter `main_grad`, a view of one fp32 buffer (fp64 for fp64 parameters).
+
+    slimpipe's own kernels add into `main_grad` themselves. A gradient that autograd makes in the usual way, by a plain
+    torch.nn module in a user's model, is added and dropped as soon as it is there.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        first = next(iter(parameters.values()))
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        # Each view starts on a 16-byte boundary, which the GEMM's epilogue wants.
+        sizes = [-(-parameter.numel() // 4) * 4 for parameter in parameters.values()]
+        self.buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+        for parameter, part in zip(parameters.values(), self.buffer.split(sizes), strict=True):
+            parameter.main_grad = part[: parameter.numel()].view_as(parameter)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def zero(self) -> None:
+        self.buffer.zero_()
+
+    def views(self) -> dict[str, Tensor]:
+        """Gradients by layout-free name."""
+        return {name: parameter.main_grad for name, parameter in self._parameters.items()}  # type: ignore[attr-defined]
+
+
+def _move_to_main_grad(parameter: Tensor) -> None:
+    if parameter.grad is None:  # our own kernels have added it already; autograd calls the hook all the same
+        return
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def sum_tied(gradient: Tensor, group: dist.ProcessGroup) -> None:
+    """Adds up the gradients that first and last stage have for a weight they share (each holds a copy)."""
+    dist.all_reduce(gradient, group=group)
+
+
+def global_norm(counted: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """L2 norm over all ranks of `group` of the gradients given; [] fp32 on their device.
+
+    Every parameter must be given by one rank only: a tied weight's second copy is left out by the caller.
+    """
+    total = torch.stack(torch._foreach_norm(list(counted.values()))).square().sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip(buffer: Tensor, norm: Tensor, limit: float) -> None:
+    """Scales the gradients so that their global norm is at most `limit`. Does not wait for the device."""
+    buffer.mul_((limit / (norm + 1e-6)).clamp(max=1.0))

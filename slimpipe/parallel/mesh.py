@@ -1,0 +1,71 @@
+"""Process group and device mesh: pp outermost, then dp, cp, tp (DESIGN.md section 8)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Where this process stands. `store` is None where there is one process and no process group."""
+
+    rank: int
+    world: int
+    device: torch.device
+    store: dist.Store | None
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """`train.device`: auto takes this process's GPU where there is one. Raises ValueError where it is missing."""
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ValueError("train.device = cuda: no GPU found; use train.device = cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"train.device = {name}: process {local_rank} of this node has no GPU of its own ({torch.cuda.device_count()} "
+            "found); start fewer processes a node"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start_processes(config: Config) -> Processes:
+    """Joins the job that torchrun describes in the environment; alone if there is none.
+
+    Collective operations wait at most twice the watchdog's time, so that the watchdog speaks first.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = pick_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Processes(0, 1, device, None)
+    store, rank, world = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=2 * config.train.watchdog_seconds),
+    )
+    return Processes(rank, world, device, store)
+
+
+def build_mesh(config: Config, device: torch.device) -> DeviceMesh | None:
+    """Mesh with dimensions pp, dp, cp, tp over the default process group; None without one."""
+    if not dist.is_initialized():
+        return None
+    parallel = config.parallel
+    sizes = (parallel.pp, parallel.dp, parallel.cp, parallel.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))

@@ -1,0 +1,1 @@
+"""Operations and memory by formula."""

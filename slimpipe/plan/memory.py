@@ -1,0 +1,47 @@
+"""Bytes by formula: what a layer keeps for its backward, and what a pipeline rank therefore holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimpipe.schedule import Shape
+
+if TYPE_CHECKING:
+    from slimpipe.config.sections import ModelConfig
+
+
+def layer_bytes_per_token(model: ModelConfig, recompute: str, element: int = 2) -> dict[str, int]:
+    """What one layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2 for bf16).
+
+    K and V lie in the KV slots and are counted here. Statistics are fp32. `recompute` is none or norms.
+    """
+    hidden, inner = model.hidden_size * element, model.intermediate_size * element
+    q_width = model.heads * model.head_dim * element
+    kv_width = model.kv_heads * model.head_dim * element
+    kept = {
+        "input": hidden,
+        "q": q_width,
+        "k, v": 2 * kv_width,
+        "attention output": q_width,
+        "log-sum-exp": 4 * model.heads,
+        "attention residual": hidden,
+        "gate, up": 2 * inner,
+        "norm statistics": 2 * 4,
+    }
+    if model.qk_norm:
+        kept["q, k before their norms"] = q_width + kv_width + 4 * (model.heads + model.kv_heads)
+    if recompute == "none":
+        kept |= {"norm outputs": 2 * hidden, "SwiGLU product": inner}
+    return kept
+
+
+def microbatch_bytes(model: ModelConfig, recompute: str, tokens: int, element: int = 2) -> int:
+    """M_a: activations of one microbatch over all layers, K and V included; `tokens` = S x micro_batch."""
+    return tokens * model.layers * sum(layer_bytes_per_token(model, recompute, element).values())
+
+
+def kv_gradient_bytes(model: ModelConfig, shape: Shape, slots: int, layers: int, tokens: int) -> int:
+    """fp32 dK, dV beside a rank's KV slots; `slots` and `layers` of one chunk. None are kept where n = 1."""
+    if shape.n == 1:
+        return 0
+    return 2 * 4 * model.kv_heads * model.head_dim * slots * layers * tokens // shape.n

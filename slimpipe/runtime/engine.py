@@ -1,0 +1,221 @@
+"""Carries out one rank's list of actions: a loop, and a table with one short method an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+from slimpipe.runtime.slice_context import SliceContext
+from slimpipe.runtime.stage import Stage
+from slimpipe.runtime.transport import Receive, Transport
+from slimpipe.runtime.watchdog import Progress
+from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
+from slimpipe.schedule.transfers import kind_of, link_of
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data on this rank; every rank holds all of it.
+
+    tokens, labels [m, b, S] int64, labels already shifted and -100 where not counted; scale [] fp32, 1 / valid tokens of
+    the whole global batch.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    scale: Tensor
+
+
+class Counter:
+    """Counts what is in use, and the most that ever was."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def up(self) -> None:
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+
+    def down(self) -> None:
+        self.now -= 1
+
+
+class Engine:
+    """Runs `plan`'s list for `rank`, a step at a time.
+
+    `plan` is lowered and checked. `stages` are this rank's chunks. `trace`, if given, is called with a line an action.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: Sequence[Stage],
+        transport: Transport,
+        clock: Clock,
+        backend: AttentionBackend,
+        slice_tokens: int,
+        ce_chunk: int,
+        progress: Progress | None = None,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.plan, self.rank, self.stages = plan, rank, stages
+        self.shape, self.actions = plan.shape, plan.ranks[rank]
+        self.transport, self.clock, self.backend, self.trace = transport, clock, backend, trace
+        self.slice_tokens, self.ce_chunk = slice_tokens, ce_chunk
+        self.slots = assign_kv_slots(plan.shape, plan.compute(rank))
+        self.layer_slots: list[dict[int, LayerSlots]] = [
+            {layer: LayerSlots(capacity, slice_tokens, accumulate=plan.shape.n > 1) for layer in stage.layers}
+            for stage, capacity in zip(stages, self.slots.capacity, strict=True)
+        ]
+        self.methods: Mapping[Op, Callable[[Action], None]] = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.SEND_FORWARD: self.send,
+            Op.SEND_BACKWARD: self.send,
+            Op.RECV_FORWARD: self.post_receive,
+            Op.RECV_BACKWARD: self.post_receive,
+        }
+        self.progress = progress or Progress()
+        self.units = Counter()
+        self.kv_slots = [Counter() for _ in stages]
+        self._taken: list[set[int]] = [set() for _ in stages]
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward and backward of a whole step. The scaled loss on the rank of the last stage, zero elsewhere; [] fp32.
+
+        Gradients are added into each parameter's `main_grad`. Nothing here waits for a GPU.
+        """
+        self._begin(batch)
+        for action in self.actions:
+            self.progress.now(str(action))
+            if self.trace:
+                self.trace(self._describe(action))
+            self.methods[action.op](action)
+        self.progress.now("waiting for the last sends")
+        self.transport.finish()
+        self.progress.now("end of the pipeline's step")
+        self._check_empty()
+        return self._loss
+
+    def _begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._loss = torch.zeros_like(batch.scale)
+        self._one = torch.ones_like(batch.scale)
+        self._saved: dict[Unit, tuple[Tensor, GradientEdge]] = {}
+        self._receives: dict[tuple[Op, Unit], Receive] = {}
+        self._outputs: dict[tuple[Op, Unit], Tensor] = {}
+        self._handed: dict[tuple[Op, Unit], Tensor] = {}
+        self.units = Counter()
+        self.kv_slots = [Counter() for _ in self.stages]
+        self._taken = [set() for _ in self.stages]
+
+    def forward(self, action: Action) -> None:
+        """Input from the data or the stage before; keep it and an edge of the output; hand the output on."""
+        unit, stage = action.unit, self.stages[action.unit.chunk]
+        self._open(unit)
+        x = self._tokens(unit) if stage.embedding is not None else self._take(action).requires_grad_()
+        with self.clock.busy(str(action)):
+            out = stage.forward(x, self._context(unit))
+            if stage.head is not None:
+                out = stage.loss(out, self._labels(unit), self._batch.scale, self.ce_chunk)
+                self._loss += out.detach()
+        # An edge, not the output: the output's storage is free as soon as it has been sent.
+        self._saved[unit] = (x, get_gradient_edge(out))
+        if stage.head is None:
+            self._hand_on(action, out.detach())
+
+    def backward(self, action: Action) -> None:
+        """Gradient from the loss or the stage behind; through the unit's graph; hand the input's gradient on."""
+        unit, stage = action.unit, self.stages[action.unit.chunk]
+        gradient = self._one if stage.head is not None else self._take(action)
+        x, edge = self._saved.pop(unit)
+        with self.clock.busy(str(action)):
+            torch.autograd.backward((edge,), (gradient,))
+        self._close(unit)
+        if stage.embedding is None:
+            assert x.grad is not None
+            self._hand_on(action, x.grad)
+
+    def send(self, action: Action) -> None:
+        """The output of the unit's forward, or the gradient of its input, to the neighbour."""
+        made_by = Op(kind_of(action.op))
+        self.transport.send(link_of(self.rank, action), self._outputs.pop((made_by, action.unit)))
+
+    def post_receive(self, action: Action) -> None:
+        """Starts the receive; the unit's forward or backward waits for it."""
+        used_by = Op(kind_of(action.op))
+        self._receives[used_by, action.unit] = self.transport.post_receive(link_of(self.rank, action))
+
+    def place(self, unit: Unit) -> SlicePlace:
+        """Where the unit's keys, values and past lie in its chunk's slots."""
+        found = self.slots.places[unit]
+        return SlicePlace(found.slot, found.past, last=unit.slice == self.shape.n - 1)
+
+    def context(self, chunk: int, index: int, place: SlicePlace, device: torch.device) -> SliceContext:
+        """What the blocks of `chunk` are given for slice `index` of a sequence."""
+        start = index * self.slice_tokens
+        positions = torch.arange(start, start + self.slice_tokens, device=device)
+        return SliceContext(positions, place, self.layer_slots[chunk], self.backend)
+
+    def _context(self, unit: Unit) -> SliceContext:
+        return self.context(unit.chunk, unit.slice, self.place(unit), self._batch.tokens.device)
+
+    def _take(self, action: Action) -> Tensor:
+        """What the action consumes: from the receive posted for it, or handed over by another chunk of this rank."""
+        key = (action.op, action.unit)
+        if key in self._handed:
+            return self._handed.pop(key)
+        return self._receives.pop(key).wait()
+
+    def _hand_on(self, action: Action, tensor: Tensor) -> None:
+        """To the stage that continues: at once where it is on this rank, else kept for the send that follows."""
+        stage = self.shape.stage(self.rank, action.unit.chunk) + (1 if action.op is Op.FORWARD else -1)
+        rank, chunk = self.shape.place(stage)
+        if rank == self.rank:
+            self._handed[action.op, Unit(action.unit.microbatch, action.unit.slice, chunk)] = tensor
+        else:
+            self._outputs[action.op, action.unit] = tensor
+
+    def _tokens(self, unit: Unit) -> Tensor:
+        return self._cut(self._batch.tokens, unit)
+
+    def _labels(self, unit: Unit) -> Tensor:
+        return self._cut(self._batch.labels, unit)
+
+    def _cut(self, data: Tensor, unit: Unit) -> Tensor:
+        start = unit.slice * self.slice_tokens
+        return data[unit.microbatch, :, start : start + self.slice_tokens]
+
+    def _open(self, unit: Unit) -> None:
+        slot, taken = self.slots.places[unit].slot, self._taken[unit.chunk]
+        if slot in taken:
+            raise RuntimeError(f"rank {self.rank}, F{unit}: KV slot {slot} of chunk {unit.chunk} is still in use")
+        taken.add(slot)
+        self.units.up()
+        self.kv_slots[unit.chunk].up()
+
+    def _close(self, unit: Unit) -> None:
+        self._taken[unit.chunk].remove(self.slots.places[unit].slot)
+        self.units.down()
+        self.kv_slots[unit.chunk].down()
+
+    def _check_empty(self) -> None:
+        left = {"units": self._saved, "receives": self._receives, "outputs": self._outputs, "inputs": self._handed}
+        for what, found in left.items():
+            if found:
+                raise RuntimeError(f"rank {self.rank}: {what} left over at the end of the step: {list(found)}")
+
+    def _describe(self, action: Action) -> str:
+        if action.op.is_send:
+            return f"[rank {self.rank}] {action}  ──▶ rank {action.peer}"
+        if action.op.is_recv:
+            return f"[rank {self.rank}] {action}  ◀── rank {action.peer}"
+        return f"[rank {self.rank}] {action}"

@@ -1,0 +1,133 @@
+"""A transport between threads of one process that keeps NCCL's rule, for tests without GPUs (DESIGN.md section 8).
+
+gloo matches messages by tag and never shows an order that would hang NCCL. Here the operations of one communicator run, on
+each rank, in the order in which they were posted: a transfer takes place only when both of its ends are at the head of
+their queues. When every rank waits, all of them are told what each waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slimpipe.runtime.transport import SEND_WINDOW, Receive
+from slimpipe.schedule import Link
+
+
+class InOrderDeadlock(RuntimeError):
+    """Every rank waits for a transfer that can not take place."""
+
+
+@dataclass(eq=False)
+class _Posted:
+    link: Link
+    rank: int
+    tensor: Tensor | None
+    done: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits to {'send' if self.rank == self.link.src else 'receive'} on link {self.link}"
+
+
+class InOrderWorld:
+    """The ranks' common state. `communicator` says which communicator a link uses; by default each has its own."""
+
+    def __init__(self, ranks: int, communicator: Callable[[Link], Hashable] = lambda link: link) -> None:
+        self.ranks, self._communicator = ranks, communicator
+        self._changed = threading.Condition()
+        self._queues: dict[tuple[int, Hashable], deque[_Posted]] = {}
+        self._waiting: dict[int, _Posted] = {}
+        self._finished: set[int] = set()
+        self._stuck: str | None = None
+
+    def transport(self, rank: int) -> InOrderTransport:
+        return InOrderTransport(self, rank)
+
+    def leave(self, rank: int) -> None:
+        """The rank's thread is over, well or badly: nobody need expect more of it."""
+        with self._changed:
+            self._finished.add(rank)
+            self._look_for_deadlock()
+
+    def post(self, operation: _Posted) -> None:
+        with self._changed:
+            self._queue(operation.rank, operation.link).append(operation)
+            self._advance(operation.link)
+
+    def wait(self, operation: _Posted) -> None:
+        with self._changed:
+            self._waiting[operation.rank] = operation
+            self._look_for_deadlock()
+            self._changed.wait_for(lambda: operation.done or self._stuck)
+            del self._waiting[operation.rank]
+            if not operation.done:
+                raise InOrderDeadlock(self._stuck)
+
+    def _queue(self, rank: int, link: Link) -> deque[_Posted]:
+        return self._queues.setdefault((rank, self._communicator(link)), deque())
+
+    def _advance(self, link: Link) -> None:
+        """Carries out every transfer whose two ends have come to the head of their queues."""
+        moved = True
+        while moved:
+            moved = False
+            for queue in list(self._queues.values()):
+                if queue and self._pair(queue[0].link):
+                    moved = True
+        self._changed.notify_all()
+
+    def _pair(self, link: Link) -> bool:
+        sender, receiver = self._queue(link.src, link), self._queue(link.dst, link)
+        if not sender or not receiver or sender[0].link != link or receiver[0].link != link:
+            return False
+        source, target = sender.popleft(), receiver.popleft()
+        assert source.tensor is not None
+        target.tensor = source.tensor.clone()
+        source.done = target.done = True
+        return True
+
+    def _look_for_deadlock(self) -> None:
+        blocked = {rank for rank, operation in self._waiting.items() if not operation.done}
+        if blocked and len(blocked | self._finished) == self.ranks:
+            self._stuck = "; ".join(str(self._waiting[rank]) for rank in sorted(blocked))
+            self._changed.notify_all()
+
+
+class _PostedReceive:
+    def __init__(self, world: InOrderWorld, operation: _Posted) -> None:
+        self._world, self._operation = world, operation
+
+    def wait(self) -> Tensor:
+        self._world.wait(self._operation)
+        assert self._operation.tensor is not None
+        return self._operation.tensor
+
+
+class InOrderTransport:
+    """One rank's end of an `InOrderWorld`."""
+
+    def __init__(self, world: InOrderWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self._sends: dict[Link, deque[_Posted]] = {}
+
+    def post_receive(self, link: Link) -> Receive:
+        operation = _Posted(link, self._rank, None)
+        self._world.post(operation)
+        return _PostedReceive(self._world, operation)
+
+    def send(self, link: Link, tensor: Tensor) -> None:
+        under_way = self._sends.setdefault(link, deque())
+        while len(under_way) >= SEND_WINDOW:
+            self._world.wait(under_way.popleft())
+        operation = _Posted(link, self._rank, tensor)
+        self._world.post(operation)
+        under_way.append(operation)
+
+    def finish(self) -> None:
+        for under_way in self._sends.values():
+            while under_way:
+                self._world.wait(under_way.popleft())

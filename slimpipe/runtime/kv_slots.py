@@ -1,0 +1,90 @@
+"""One layer's keys and values of every slice in flight, in one buffer (DESIGN.md section 3, "KV slots").
+
+The past of a query has no order once RoPE is applied, so slices lie wherever the plan puts them; the plan sees to it
+that a slice's past is one range of slots (two at most). Nothing is appended, copied or freed during a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.fuse import upcast
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """Where a unit's keys and values go, and where those of the slices before it lie."""
+
+    slot: int
+    past: tuple[tuple[int, int], ...]
+    """Half-open ranges of slots."""
+    last: bool
+    """Last slice of its sequence: the first of its microbatch to run backward."""
+
+
+class LayerSlots:
+    """k, v [b, slots * s, kv_heads, d] in the compute dtype; dk, dv likewise in fp32 (fp64 for fp64).
+
+    Allocated at the first write, from the shapes seen there. The accumulators need no clearing: the backward of a
+    sequence's last slice, which is the first to run, stores into its whole past; later ones add.
+    """
+
+    def __init__(self, slots: int, slice_tokens: int, accumulate: bool) -> None:
+        self.slots, self.slice_tokens, self._accumulate = slots, slice_tokens, accumulate
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self.dk: Tensor | None = None
+        self.dv: Tensor | None = None
+
+    def write(self, slot: int, k: Tensor, v: Tensor) -> None:
+        """Stores one slice, k and v [b, s, kv_heads, d]."""
+        if self.k is None or self.v is None:
+            self._allocate(k, v)
+        assert self.k is not None and self.v is not None
+        tokens = self.tokens(slot, slot + 1)
+        self.k[:, tokens].copy_(k)
+        self.v[:, tokens].copy_(v)
+
+    def allocate_like(self, other: LayerSlots) -> None:
+        """Takes memory now, with the heads and dtype that `other` has seen."""
+        if self.k is None and other.k is not None and other.v is not None:
+            self._allocate(other.k, other.v)
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        length = self.slots * self.slice_tokens
+        self.k, self.v = (x.new_empty((x.shape[0], length, *x.shape[2:])) for x in (k, v))
+        if self._accumulate:
+            self.dk, self.dv = (torch.empty_like(x, dtype=upcast(x[:0]).dtype) for x in (self.k, self.v))
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of k and v for slots start .. stop - 1."""
+        assert self.k is not None and self.v is not None
+        tokens = self.tokens(start, stop)
+        return self.k[:, tokens], self.v[:, tokens]
+
+    def add_gradient(self, start: int, stop: int, dk: Tensor, dv: Tensor, first: bool) -> None:
+        """Adds a later slice's part to the gradients of slots start .. stop - 1; `first` stores instead."""
+        assert self.dk is not None and self.dv is not None
+        tokens = self.tokens(start, stop)
+        for acc, part in ((self.dk[:, tokens], dk), (self.dv[:, tokens], dv)):
+            if first:
+                acc.copy_(part)
+            else:
+                acc.add_(part)
+
+    def total_gradient(self, place: SlicePlace, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """A slice's own (causal) part plus what later slices have added, rounded once to the compute dtype.
+
+        Complete when it is read, because backwards come in reverse slice order. A sequence's last slice has no later one.
+        """
+        if place.last:
+            return dk, dv
+        assert self.dk is not None and self.dv is not None
+        tokens = self.tokens(place.slot, place.slot + 1)
+        return (self.dk[:, tokens] + dk).to(dk.dtype), (self.dv[:, tokens] + dv).to(dv.dtype)
+
+    def tokens(self, start: int, stop: int) -> slice:
+        return slice(start * self.slice_tokens, stop * self.slice_tokens)

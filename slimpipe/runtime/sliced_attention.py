@@ -1,0 +1,59 @@
+"""Causal attention of one slice over its whole prefix (DESIGN.md section 3; SlimPipe section 4.1).
+
+Forward: the slice against itself, causal, and against each range of its past, no mask; the partial results merge by
+their log-sum-exp in one fp32 pass. Backward: the backend's backward on the same blocks, given the merged output and
+LSE; the past's part of dK, dV goes into the slots' accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.kernels.merge import merge
+from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+
+
+class _SlicedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slots: LayerSlots, place: SlicePlace, backend: AttentionBackend
+    ) -> Tensor:
+        slots.write(place.slot, k, v)
+        own_k, own_v = slots.read(place.slot, place.slot + 1)
+        parts = [backend.forward(q, own_k, own_v, causal=True)]
+        parts += [backend.forward(q, *slots.read(*past), causal=False) for past in place.past]
+        out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
+        # k and v are not saved: they stay in their slot until this unit's backward has run.
+        ctx.save_for_backward(q, out, lse)
+        ctx.slots, ctx.place, ctx.backend = slots, place, backend
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, out, lse = ctx.saved_tensors
+        slots, place, backend = ctx.slots, ctx.place, ctx.backend
+        dout = dout.contiguous()
+        own = slots.read(place.slot, place.slot + 1)
+        dq, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
+        for past in place.past:
+            dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
+            dq = dq + dq_part
+            slots.add_gradient(*past, dk_part, dv_part, first=place.last)
+        dk, dv = slots.total_gradient(place, dk, dv)
+        return dq, dk, dv, None, None, None
+
+
+def sliced_attention(
+    q: Tensor, k: Tensor, v: Tensor, slots: LayerSlots, place: SlicePlace, backend: AttentionBackend
+) -> Tensor:
+    """Causal attention of a slice over all tokens up to it.
+
+    q [b, s, heads, d], k and v [b, s, kv_heads, d] after RoPE -> [b, s, heads, d]. Writes k and v into `slots` at
+    `place.slot`; the past is read from `place.past`. Forwards must come in ascending slice order and backwards in
+    descending order, which the plan's checker proves.
+    """
+    return _SlicedAttention.apply(q, k, v, slots, place, backend)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,97 @@
+"""One rank's part of the model: its chunks, given memory and first values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slimpipe.kernels.cross_entropy import linear_cross_entropy
+from slimpipe.models.contract import Slice, initialise
+from slimpipe.schedule import Shape
+
+
+@dataclass
+class Stage:
+    """One chunk: contiguous layers; the embedding in front of the first, the head behind the last."""
+
+    layers: range
+    blocks: list[nn.Module]
+    embedding: nn.Module | None
+    head: nn.Module | None
+    parameters: dict[str, nn.Parameter]
+    """By layout-free name: the name in the whole model."""
+
+    def forward(self, x: Tensor, slice: Slice) -> Tensor:
+        """Tokens [b, s] in the first stage, else x [b, s, H] -> x [b, s, H]."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, slice)
+        return x
+
+    def loss(self, x: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
+        """scale * sum of the cross-entropy over valid labels [b, s]; the last stage only. []"""
+        assert self.head is not None
+        weight: Tensor = self.head.weight  # type: ignore[assignment]
+        return linear_cross_entropy(self.head(x), weight, labels, scale, chunk)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Layout-free name of every parameter of the whole model; a tied weight goes by its first name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def build_stages(
+    model: nn.Module,
+    placement: Sequence[range],
+    shape: Shape,
+    rank: int,
+    *,
+    std: float,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Stage]:
+    """This rank's chunks, cut out of `model` (on the meta device), with memory and first values.
+
+    `placement[g]` are stage g's layers. A parameter's first values depend on `seed` and its name alone, so they are the
+    same in every layout (on one kind of device). A weight tied between first and last stage exists on both ranks, with the
+    same values; on one rank it is one parameter.
+    """
+    names = parameter_names(model)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def give_memory(module: nn.Module | None) -> dict[str, nn.Parameter]:
+        if module is None:
+            return {}
+        found = {}
+        for owner in module.modules():
+            for key, meta in owner.named_parameters(recurse=False):
+                if meta not in made:
+                    made[meta] = nn.Parameter(torch.empty(meta.shape, dtype=dtype, device=device))
+                    initialise(model, names[meta], made[meta].data, std, _generator(seed, names[meta], device))
+                owner.register_parameter(key, made[meta])
+                found[names[meta]] = made[meta]
+        return found
+
+    stages = []
+    for chunk in range(shape.v):
+        index = shape.stage(rank, chunk)
+        layers = placement[index]
+        embedding = model.embedding if index == 0 else None
+        head = model.head if index == shape.stages - 1 else None
+        blocks = [model.layers[layer] for layer in layers]  # type: ignore[index]
+        parameters: dict[str, nn.Parameter] = {}
+        for module in (embedding, *blocks, head):
+            parameters |= give_memory(module)  # type: ignore[arg-type]
+        stages.append(Stage(layers, blocks, embedding, head, parameters))  # type: ignore[arg-type]
+    return stages
+
+
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,0 +1,117 @@
+"""Moves activations and gradients between pipeline ranks (DESIGN.md section 8, "Transport and NCCL order").
+
+NCCL runs the operations of one communicator in posting order. So every directed link has a communicator of its own, the
+wrap p-1 -> 0 included: transfers of one link are in order by the plan, and no link can hold up another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimpipe.schedule import Link
+
+SEND_WINDOW = 2
+"""Sends of one link that may be under way at once. The plan's replay (schedule.replay_in_order) proves this is enough."""
+
+
+class Receive(Protocol):
+    """A posted receive."""
+
+    def wait(self) -> Tensor:
+        """The tensor, once the work that follows may use it (the device waits, on a GPU not the host)."""
+        ...
+
+
+class Transport(Protocol):
+    """Point-to-point transfers between pipeline ranks, in order on each link. Every tensor has the shape given at creation."""
+
+    def post_receive(self, link: Link) -> Receive:
+        """Starts a receive; the host does not wait."""
+        ...
+
+    def send(self, link: Link, tensor: Tensor) -> None:
+        """Starts a send; the transport keeps the tensor until it has gone out."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until every send of the step has gone out."""
+        ...
+
+
+class _PostedReceive:
+    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
+        self._work, self._buffer = work, buffer
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._buffer
+
+
+class DistributedTransport:
+    """torch.distributed point-to-point, gloo or NCCL, one group a directed link.
+
+    `ranks[r]` is pipeline rank r's global rank. Creation is collective over all processes of the default group: everyone
+    must pass the same links, in the same order (non-members take part only in name).
+    """
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        rank: int,
+        ranks: Sequence[int],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._groups: dict[Link, dist.ProcessGroup] = {}
+        self._sends: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
+        # A device makes NCCL build the communicator here, in this one order, and not at a first transfer in mid-step.
+        bind = device if device.type == "cuda" else None
+        for link in links:
+            group = dist.new_group([ranks[link.src], ranks[link.dst]], device_id=bind, group_desc=str(link))
+            if rank in (link.src, link.dst):
+                self._groups[link] = group
+                self._sends[link] = deque()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """One small transfer on each link, one after the other in the links' order: channels are set up here."""
+        token = torch.zeros(1, dtype=self._dtype, device=self._device)
+        for link, group in self._groups.items():
+            if self._rank == link.src:
+                dist.send(token, self._ranks[link.dst], group=group)
+            else:
+                dist.recv(token, self._ranks[link.src], group=group)
+
+    def post_receive(self, link: Link) -> Receive:
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        work = dist.irecv(buffer, self._ranks[link.src], group=self._groups[link])
+        assert work is not None
+        return _PostedReceive(work, buffer)
+
+    def send(self, link: Link, tensor: Tensor) -> None:
+        under_way = self._sends[link]
+        while len(under_way) >= SEND_WINDOW:
+            self._wait_oldest(under_way)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])
+        assert work is not None
+        under_way.append((work, tensor))
+
+    def finish(self) -> None:
+        for under_way in self._sends.values():
+            while under_way:
+                self._wait_oldest(under_way)
+
+    @staticmethod
+    def _wait_oldest(under_way: deque[tuple[dist.Work, Tensor]]) -> None:
+        work, _ = under_way.popleft()
+        work.wait()

@@ -1,0 +1,74 @@
+"""Runs every kernel of a step once before the first step, and takes the step's memory from the driver.
+
+A cold process that had posted NCCL receives hung in its first step (FACTS.md section 2): loading a kernel or calling
+cudaMalloc can wait for the device while a receive spins on it. So before anything is posted each rank sends one whole
+sequence through one block of each chunk, on its own, with the shapes and pasts of the real slices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from slimpipe.runtime.engine import Engine
+from slimpipe.runtime.kv_slots import SlicePlace
+from slimpipe.runtime.stage import Stage
+
+
+def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Forward and backward of one sequence of noise through one block a chunk, the embedding and the head.
+
+    Gradients land in `main_grad` like any; the caller clears them. Allocates every layer's KV slots on the way. Returns the
+    bytes that one unit keeps for its backward in the largest chunk (0 on the CPU, where they are not counted).
+    """
+    largest = 0
+    for chunk, stage in enumerate(engine.stages):
+        engine.progress.now(f"warming up chunk {chunk}")
+        graphs = []
+        before = 0
+        for index in range(engine.shape.n):
+            place = SlicePlace(index, ((0, index),) if index else (), last=index == engine.shape.n - 1)
+            context = engine.context(chunk, index, place, device)
+            x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
+            before = _allocated(device)
+            out = stage.blocks[0](x, context)
+            graphs.append((get_gradient_edge(out), torch.randn_like(out)))
+            # The output takes the place of the next block's input, so it counts once a layer.
+            largest = max(largest, (_allocated(device) - before) * len(stage.blocks)) if index else largest
+        while graphs:
+            edge, gradient = graphs.pop()
+            torch.autograd.backward((edge,), (gradient,))
+        _ends(engine, stage, micro_batch, hidden, dtype, device)
+        first = engine.layer_slots[chunk][stage.layers[0]]
+        for slots in engine.layer_slots[chunk].values():
+            slots.allocate_like(first)
+    return largest
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _ends(
+    engine: Engine, stage: Stage, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    tokens = torch.zeros(micro_batch, engine.slice_tokens, dtype=torch.int64, device=device)
+    if stage.embedding is not None:
+        x: Tensor = stage.embedding(tokens)
+        x.backward(torch.zeros_like(x))
+    if stage.head is not None:
+        x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
+        stage.loss(x, tokens, torch.zeros((), device=device), engine.ce_chunk).backward()
+
+
+def reserve(unit_bytes: int, units: int, device: torch.device) -> None:
+    """Takes `units` units' worth of activation memory from the driver in one piece and leaves it to the allocator.
+
+    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. Takes no more than what is
+    free, less a twentieth.
+    """
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    torch.empty(min(unit_bytes * units, int(free * 0.95)), dtype=torch.uint8, device=device)

@@ -1,0 +1,124 @@
+"""Names each rank's current action when nothing moves, and ends the job.
+
+A hang in a pipeline shows on every rank at once, and only one of them is to blame. Each rank's watchdog is a thread. The
+first to see no progress raises an alarm in the job's store; every rank answers with what it is doing; one prints the
+table. A rank that does not answer is named too: its process is gone, or holds the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class Progress:
+    """What this rank is doing, and a count that rises with every change."""
+
+    def __init__(self) -> None:
+        self.doing, self.count = "starting", 0
+
+    def now(self, what: str) -> None:
+        self.doing = what
+        self.count += 1
+
+
+class Watchdog:
+    """Watches `progress`; after `seconds` without a change reports every rank's action and ends the process.
+
+    `device_doing` says what the device has not finished, if there is one (the host runs ahead of it). `leave` is called
+    last, with the exit code; tests replace it.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        seconds: float,
+        rank: int,
+        world: int,
+        store: dist.Store | None,
+        device_doing: Callable[[], str | None],
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._progress, self._seconds, self._rank, self._world = progress, seconds, rank, world
+        # A store's connection serves one request at a time, and the main thread may be blocked in one.
+        self._store = None if store is None else dist.PrefixStore("watchdog", store.clone())
+        self._device_doing, self._leave = device_doing, leave
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        seen, since = self._progress.count, time.monotonic()
+        pause = min(self._seconds / 5, 5.0)
+        while not self._stopped.wait(pause):
+            if self._progress.count != seen:
+                seen, since = self._progress.count, time.monotonic()
+            stalled = time.monotonic() - since
+            if stalled >= self._seconds or self._alarmed():
+                self._report(stalled)
+                return
+
+    def _alarmed(self) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check(["alarm"]))
+        except RuntimeError:
+            # The store's server has gone, with the process that hosted it: the launcher ends this one.
+            return False
+
+    def _report(self, stalled: float) -> None:
+        message = {"doing": self._progress.doing, "device": self._device_doing(), "seconds": round(stalled, 1)}
+        if self._store is None:
+            self._print({0: message})
+        else:
+            self._store.set(f"rank{self._rank}", json.dumps(message))
+            if self._store.add("alarm", 1) == 1:
+                self._print(self._gather())
+                self._store.set("printed", "yes")
+            else:
+                self._wait_for("printed", 2 * self._patience())
+        faulthandler.dump_traceback(file=sys.stderr)
+        sys.stderr.flush()
+        self._leave(1)
+
+    def _patience(self) -> float:
+        """Every rank polls at least this often."""
+        return 2 * min(self._seconds / 5, 5.0) + 1.0
+
+    def _wait_for(self, key: str, seconds: float) -> bool:
+        assert self._store is not None
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._store.check([key]):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _gather(self) -> dict[int, dict[str, object] | None]:
+        assert self._store is not None
+        end = time.monotonic() + self._patience()
+        found: dict[int, dict[str, object] | None] = {}
+        for rank in range(self._world):
+            arrived = self._wait_for(f"rank{rank}", max(0.0, end - time.monotonic()))
+            found[rank] = json.loads(self._store.get(f"rank{rank}")) if arrived else None
+        return found
+
+    def _print(self, reports: dict[int, dict[str, object] | None]) -> None:
+        lines = [f"watchdog: no progress for {self._seconds:g} s (train.watchdog_seconds); every rank's current action:"]
+        for rank, report in sorted(reports.items()):
+            if report is None:
+                lines.append(f"  rank {rank}: no answer (its process is gone or stuck outside Python)")
+                continue
+            device = f"; the device is at {report['device']}" if report["device"] else ""
+            lines.append(f"  rank {rank}: {report['doing']}, unchanged for {report['seconds']} s{device}")
+        print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""What a rank can be told to do: units, operations, and actions with a text form that round-trips.
+
+A **unit** is (microbatch, slice, chunk): what one forward or one backward works on. `chunk` counts the model
+chunks (virtual stages) of one rank, so a unit means something only together with a rank.
+
+An **action** is an operation on a unit. Its token names it in plans, grids, errors and traces:
+
+    F3.12@0      forward of microbatch 3, slice 12, chunk 0
+    B3.12@0      its backward
+    SF3.12@0>1   send the unit's output (an activation) to rank 1
+    RF3.12@0<0   post the receive of the unit's input from rank 0; the unit's F waits for it
+    SB3.12@0>0   send the gradient of the unit's input to rank 0
+    RB3.12@0<1   post the receive of the gradient of the unit's output from rank 1; the unit's B waits for it
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Op(str, Enum):
+    """Operations. The value is the token's prefix."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SF"
+    RECV_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECV_BACKWARD = "RB"
+
+    @property
+    def is_compute(self) -> bool:
+        return self in (Op.FORWARD, Op.BACKWARD)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+    @property
+    def is_recv(self) -> bool:
+        return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+
+@dataclass(frozen=True, order=True)
+class Unit:
+    """(microbatch, slice, chunk): the grain of scheduling. All count from 0; `chunk` is local to a rank."""
+
+    microbatch: int
+    slice: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.slice}@{self.chunk}"
+
+
+_TOKEN = re.compile(r"(F|B|SF|RF|SB|RB)(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One entry of a rank's list. `peer` is the other rank of a transfer and None for compute."""
+
+    op: Op
+    unit: Unit
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.op.is_compute != (self.peer is None):
+            raise ValueError(f"action {self.op.value}{self.unit}: a transfer needs a peer and compute has none")
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return f"{self.op.value}{self.unit}"
+        return f"{self.op.value}{self.unit}{'>' if self.op.is_send else '<'}{self.peer}"
+
+    @classmethod
+    def parse(cls, token: str) -> Action:
+        """The action that prints as `token`. Raises ValueError for anything that would not print back the same."""
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise ValueError(f"action token {token!r}: expected something like F3.12@0 or SF3.12@0>1")
+        op, microbatch, slice_, chunk, arrow, peer = match.groups()
+        unit = Unit(int(microbatch), int(slice_), int(chunk))
+        action = cls(Op(op), unit, None if peer is None else int(peer))
+        if str(action) != token:
+            raise ValueError(f"action token {token!r}: did you mean {action}?")
+        return action

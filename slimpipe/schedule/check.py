@@ -1,0 +1,47 @@
+"""The checker: proves a plan sound before a rank acts on it (DESIGN section 2, "The checker").
+
+Each question has a file of its own under `proofs`, and each may rely on those before it:
+
+1. `proofs.units`      each unit forward once, then backward once
+2. `proofs.order`      slices of a microbatch forward ascending and backward descending, or gradients are wrong
+3. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
+4. `proofs.progress`   no deadlock where receives block
+5. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimpipe.schedule.in_flight import peak_units
+from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.proofs.order import prove_slice_order
+from slimpipe.schedule.proofs.progress import prove_progress
+from slimpipe.schedule.proofs.slots import prove_kv_slots
+from slimpipe.schedule.proofs.transfers import prove_transfers
+from slimpipe.schedule.proofs.units import prove_units
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a sound plan holds at most: units in flight by rank, KV slots by rank and chunk."""
+
+    units: tuple[int, ...]
+    kv_slots: tuple[tuple[int, ...], ...]
+
+
+def check(plan: Plan) -> Peaks:
+    """Prove the plan sound, with or without transfer actions, and return what it holds at most.
+
+    Raises PlanError with the first offending action, its rank and index, what was expected, and its place in the
+    grid.
+    """
+    if len(plan.ranks) != plan.shape.p:
+        raise PlanError(f"{plan.name}: lists for {len(plan.ranks)} ranks, but p = {plan.shape.p}")
+    prove_units(plan)
+    prove_slice_order(plan)
+    if plan.is_lowered:
+        prove_transfers(plan)
+    prove_progress(plan)
+    kv_slots = prove_kv_slots(plan)
+    return Peaks(tuple(peak_units(actions) for actions in plan.ranks), kv_slots)

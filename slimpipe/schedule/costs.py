@@ -1,0 +1,70 @@
+"""How long a forward or backward takes, and a transfer. Any unit of time serves, as long as all share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.plan import PlanError
+
+Duration = Callable[[int, Unit], float]
+"""(stage, unit) -> time."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations of forwards and backwards."""
+
+    forward: Duration
+    backward: Duration
+
+    def of(self, stage: int, compute: Action) -> float:
+        return (self.forward if compute.op is Op.FORWARD else self.backward)(stage, compute.unit)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A link's latency, its bandwidth in bytes per unit of time, and the bytes of the one tensor a unit sends.
+
+    Slices are equal, so all tensors are. A link carries one tensor at a time; latency delays it without holding the
+    link. Both directions between two ranks, and both kinds, are links of their own.
+    """
+
+    latency: float
+    bandwidth: float
+    tensor_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.bandwidth <= 0 or self.tensor_bytes < 0:
+            raise PlanError(f"{self}: latency and tensor_bytes must be >= 0, bandwidth > 0")
+
+    @property
+    def holds(self) -> float:
+        """How long one tensor holds the link."""
+        return self.tensor_bytes / self.bandwidth
+
+
+def equal_costs(forward: float = 1.0, backward: float = 2.0) -> Costs:
+    """Every unit costs the same: what the bubble formulas of FACTS section 1 assume."""
+    return Costs(lambda stage, unit: forward, lambda stage, unit: backward)
+
+
+def sliced_costs(n: int, attention_share: float) -> Costs:
+    """Causal attention grows with the prefix: `attention_share` of the forward, in a whole microbatch, is attention.
+
+    Slice i attends to i whole slices and, causally, to half of its own, so its attention costs i + 1/2 slices, n/2 on
+    average. A forward takes 1 on average. Backward to forward: 2 in the dense part, 2.5 in attention, which runs
+    its two products again and adds three (DESIGN section 4).
+    """
+    if not 0 <= attention_share <= 1:
+        raise PlanError(f"attention_share = {attention_share}: must lie between 0 and 1")
+    dense = 1 - attention_share
+
+    def attention(unit: Unit) -> float:
+        return attention_share * (unit.slice + 0.5) / (n / 2)
+
+    return Costs(
+        forward=lambda stage, unit: dense + attention(unit),
+        backward=lambda stage, unit: 2 * dense + 2.5 * attention(unit),
+    )

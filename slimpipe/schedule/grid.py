@@ -1,0 +1,61 @@
+"""A plan as a text grid, rank x time: what to look at first when a schedule puzzles (DESIGN section 2).
+
+    tick      0     1     2     3     4     5
+    rank 0  F0.0  F1.0     .     .  B0.0  B1.0
+    rank 1     .  F0.0  B0.0  F1.0  B1.0     .
+"""
+
+from __future__ import annotations
+
+from slimpipe.schedule.action import Action
+from slimpipe.schedule.costs import equal_costs
+from slimpipe.schedule.flow import Span
+from slimpipe.schedule.plan import Plan
+from slimpipe.schedule.simulate import simulate
+from slimpipe.schedule.timeline import Timeline
+
+IDLE = "."
+CONTINUED = "-"
+
+
+def grid(source: Plan | Timeline, tick: float | None = None, first: int = 0, last: int | None = None) -> str:
+    """Ranks x ticks `first` up to, not including, `last`.
+
+    A plan is drawn with forwards and backwards of one tick each. A timeline is sampled in the middle of each tick,
+    which defaults to its shortest action; `-` continues the action to its left, `.` is idle. Chunks are left out where
+    there is one a rank.
+    """
+    timeline = simulate(source, equal_costs(1.0, 1.0)) if isinstance(source, Plan) else source
+    if tick is None:
+        tick = min((span.end - span.start for spans in timeline.spans for span in spans), default=1.0)
+    if tick <= 0:
+        raise ValueError(f"tick = {tick}: must be above 0")
+    ticks = range(first, max(first, round(timeline.makespan / tick) if last is None else last))
+    rows = [["tick", *map(str, ticks)]]
+    for rank, spans in enumerate(timeline.spans):
+        rows.append([f"rank {rank}", *_cells(spans, tick, ticks, timeline.shape.v > 1)])
+    label = max(len(row[0]) for row in rows)
+    width = max((len(cell) for row in rows for cell in row[1:]), default=1)
+    return "\n".join("  ".join([row[0].ljust(label), *(cell.rjust(width) for cell in row[1:])]) for row in rows) + "\n"
+
+
+def _cells(spans: tuple[Span, ...], tick: float, ticks: range, with_chunk: bool) -> list[str]:
+    cells = []
+    at = 0
+    shown = None
+    for index in ticks:
+        middle = (index + 0.5) * tick
+        while at < len(spans) and spans[at].end <= middle:
+            at += 1
+        if at == len(spans) or spans[at].start > middle:
+            cells.append(IDLE)
+        elif at == shown:
+            cells.append(CONTINUED)
+        else:
+            cells.append(_short(spans[at].action, with_chunk))
+            shown = at
+    return cells
+
+
+def _short(action: Action, with_chunk: bool) -> str:
+    return str(action) if with_chunk else str(action).partition("@")[0]

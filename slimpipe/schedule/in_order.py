@@ -1,0 +1,171 @@
+"""A lowered plan replayed under NCCL's rules, as data (DESIGN section 8, "Transport and NCCL order").
+
+The rules. Operations of one communicator run on each rank in the order in which that rank posted them. A send and a
+receive complete together, when each is at the head of its rank's queue and they face each other; NCCL matches them by
+that alone, so if they name different tensors, data has gone to the wrong place. The host posts without blocking; a
+forward or backward blocks until its receive has completed; and before a send the host waits until its link has fewer
+than `send_window` earlier sends under way, which bounds the buffers that they hold.
+
+Time plays no part: each queue's order is fixed by the plan, so whether the plan ends does not depend on speed. This
+is how one communicator for all forwards is seen to deadlock with v >= 2, which gloo never shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slimpipe.schedule.action import Action
+from slimpipe.schedule.excerpt import refusal
+from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.transfers import Kind, Link, Tensor, carried, link_of, receive_before
+
+Communicator = Callable[[Kind, int, int], Hashable]
+"""(kind, src, dst) -> which communicator carries that link; equal values share one."""
+
+
+def one_per_link(kind: Kind, src: int, dst: int) -> Hashable:
+    return Link(kind, src, dst)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replay saw: transfers by link, and each rank's most receives and sends under way at once.
+
+    The counts of sends and receives are upper bounds: the replay lets a rank run ahead as far as the rules allow.
+    """
+
+    transfers: dict[Link, int]
+    most_receives: tuple[int, ...]
+    most_sends: tuple[int, ...]
+
+
+def replay_in_order(plan: Plan, *, send_window: int = 2, communicator: Communicator = one_per_link) -> Report:
+    """Replay a lowered plan. Raises PlanError where wrong data would match, or on a deadlock with every rank's place."""
+    if send_window < 1:
+        raise PlanError(f"send_window = {send_window}: must be at least 1")
+    if not plan.is_lowered and plan.shape.p > 1:
+        raise PlanError(f"{plan.name}: has no sends and receives; lower it first")
+    replay = _Replay(plan, send_window, communicator)
+    replay.run()
+    return Report(dict(replay.transfers), tuple(replay.most_receives), tuple(replay.most_sends))
+
+
+class _Posted(NamedTuple):
+    rank: int
+    index: int
+    action: Action
+    link: Link
+    tensor: Tensor | None
+
+
+class _Replay:
+    def __init__(self, plan: Plan, send_window: int, communicator: Communicator) -> None:
+        p = plan.shape.p
+        self._plan = plan
+        self._window = send_window
+        self._communicator = communicator
+        self._next = [0] * p
+        self._queues: defaultdict[tuple[Hashable, int], deque[_Posted]] = defaultdict(deque)
+        self._completed: list[set[Action]] = [set() for _ in range(p)]
+        self._sends_under_way: Counter[Link] = Counter()
+        self._under_way = {"sends": [0] * p, "receives": [0] * p}
+        self.transfers: Counter[Link] = Counter()
+        self.most_receives = [0] * p
+        self.most_sends = [0] * p
+
+    def run(self) -> None:
+        ready = list(range(self._plan.shape.p))
+        while ready:
+            # A completed transfer can free its receiver's compute or its sender's window.
+            ready.extend(self._walk(ready.pop()))
+        self._prove_finished()
+
+    def _walk(self, rank: int) -> set[int]:
+        """Carry a rank's list on until it blocks. Returns the ranks at the ends of transfers that completed."""
+        touched: set[int] = set()
+        actions = self._plan.ranks[rank]
+        while self._next[rank] < len(actions) and self._blocked_by(rank) is None:
+            index = self._next[rank]
+            self._next[rank] += 1
+            if not actions[index].op.is_compute:
+                touched |= self._post(rank, index)
+        return touched
+
+    def _blocked_by(self, rank: int) -> str | None:
+        """Why the rank's next action cannot run yet."""
+        action = self._plan.ranks[rank][self._next[rank]]
+        if action.op.is_compute:
+            receive = receive_before(self._plan.shape, rank, action)
+            if receive is not None and receive not in self._completed[rank]:
+                return f"{receive} has not completed"
+        elif action.op.is_send:
+            link = link_of(rank, action)
+            if self._sends_under_way[link] >= self._window:
+                return f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
+        return None
+
+    def _post(self, rank: int, index: int) -> set[int]:
+        action = self._plan.ranks[rank][index]
+        link = link_of(rank, action)
+        communicator = self._communicator(*link)
+        self._queues[communicator, rank].append(
+            _Posted(rank, index, action, link, carried(self._plan.shape, rank, action))
+        )
+        if action.op.is_send:
+            self._sends_under_way[link] += 1
+        self._count(rank, action, 1)
+        return self._complete_heads(communicator, rank)
+
+    def _complete_heads(self, communicator: Hashable, rank: int) -> set[int]:
+        """Complete pairs at the heads of a communicator's queues, as far as those at `rank` set others free."""
+        touched: set[int] = set()
+        look_at = [rank]
+        while look_at:
+            ours = self._queues[communicator, look_at.pop()]
+            if not ours or ours[0].action.peer is None:
+                continue
+            theirs = self._queues[communicator, ours[0].action.peer]
+            if not theirs or theirs[0].link != ours[0].link or theirs[0].rank == ours[0].rank:
+                continue
+            self._complete(ours.popleft(), theirs.popleft(), touched, look_at)
+        return touched
+
+    def _complete(self, a: _Posted, b: _Posted, touched: set[int], look_at: list[int]) -> None:
+        send, receive = (a, b) if a.action.op.is_send else (b, a)
+        if send.tensor != receive.tensor:
+            raise refusal(
+                self._plan,
+                receive.rank,
+                receive.index,
+                f"wrong data matched on link {send.link}: the {send.tensor} (rank {send.rank}, action {send.index}, "
+                f"{send.action}) arrives where the {receive.tensor} is expected",
+            )
+        self._completed[receive.rank].add(receive.action)
+        self._sends_under_way[send.link] -= 1
+        self.transfers[send.link] += 1
+        for posted in (send, receive):
+            self._count(posted.rank, posted.action, -1)
+            touched.add(posted.rank)
+            look_at.append(posted.rank)
+
+    def _count(self, rank: int, action: Action, by: int) -> None:
+        what, most = ("sends", self.most_sends) if action.op.is_send else ("receives", self.most_receives)
+        self._under_way[what][rank] += by
+        most[rank] = max(most[rank], self._under_way[what][rank])
+
+    def _prove_finished(self) -> None:
+        plan = self._plan
+        blocked = [rank for rank in range(plan.shape.p) if self._next[rank] < len(plan.ranks[rank])]
+        if blocked:
+            places = "; ".join(
+                f"rank {rank} at action {self._next[rank]} ({plan.ranks[rank][self._next[rank]]}): "
+                f"{self._blocked_by(rank)}"
+                for rank in blocked
+            )
+            raise refusal(plan, blocked[0], self._next[blocked[0]], f"deadlock in order of posting: {places}")
+        for queue in self._queues.values():
+            if queue:
+                raise refusal(plan, queue[0].rank, queue[0].index, f"peer {queue[0].action.peer} never met it")

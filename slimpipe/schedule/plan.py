@@ -1,0 +1,77 @@
+"""A plan: every rank's list of actions, and the shape they were made for.
+
+Symbols are the paper's: `p` pipeline ranks, `v` virtual stages (chunks) a rank, `n` slices a sequence,
+`m` microbatches. Stage `g = c p + r` is chunk `c` of rank `r`; a microbatch's slice passes stages 0 .. p v - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimpipe.schedule.action import Action, Op, Unit
+
+
+class PlanError(ValueError):
+    """A plan or its shape is wrong. The message names the rank, the action and its place, or the value to change."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """p ranks, v chunks a rank, n slices a sequence, m microbatches a step."""
+
+    p: int
+    v: int = 1
+    n: int = 1
+    m: int = 1
+
+    def __post_init__(self) -> None:
+        for name, what in (("p", "pipeline ranks"), ("v", "virtual stages"), ("n", "slices"), ("m", "microbatches")):
+            value = getattr(self, name)
+            if value < 1:
+                raise PlanError(f"{name} = {value} ({what}): must be at least 1")
+
+    @property
+    def stages(self) -> int:
+        return self.p * self.v
+
+    @property
+    def units(self) -> int:
+        """Units a rank works on in a step: m n v."""
+        return self.m * self.n * self.v
+
+    def stage(self, rank: int, chunk: int) -> int:
+        return chunk * self.p + rank
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a stage."""
+        return stage % self.p, stage // self.p
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`ranks[r]` is rank r's list of actions in the order in which the engine carries them out."""
+
+    name: str
+    shape: Shape
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether sends and receives are actions of the plan. One rank sends nothing, lowered or not."""
+        return any(a.op.is_send or a.op.is_recv for actions in self.ranks for a in actions)
+
+    def compute(self, rank: int) -> tuple[Action, ...]:
+        """Rank's forwards and backwards alone."""
+        return tuple(a for a in self.ranks[rank] if a.op.is_compute)
+
+    def producer(self, rank: int, action: Action) -> tuple[int, Unit] | None:
+        """(rank, unit) whose output a forward or backward consumes; None where it starts from data or from the loss.
+
+        Within a rank a backward also needs its own forward; that is not what this returns.
+        """
+        stage = self.shape.stage(rank, action.unit.chunk)
+        source = stage - 1 if action.op is Op.FORWARD else stage + 1
+        if not 0 <= source < self.shape.stages:
+            return None
+        source_rank, chunk = self.shape.place(source)
+        return source_rank, Unit(action.unit.microbatch, action.unit.slice, chunk)

@@ -1,0 +1,1 @@
+"""One question about a plan a file; `schedule.check` asks them all."""

@@ -1,0 +1,171 @@
+"""`slimpipe train`: from settings to a finished run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import traceback
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
+from slimpipe.parallel.mesh import Processes, start_processes
+from slimpipe.runtime.watchdog import Progress, Watchdog
+from slimpipe.train import checkpoint
+from slimpipe.train.display import make_display
+from slimpipe.train.metrics import MetricsFile
+from slimpipe.train.session import Session
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+
+def train(config: Config) -> None:
+    """Trains as `config` says, in this process as one rank of the job. Data problems raise before any group starts.
+
+    In a job of several processes an error ends this process at once, after its traceback, so that the launcher ends the
+    others: a process that unwinds slowly would leave them waiting for it.
+    """
+    prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir).expanduser(), _leads())
+    sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
+    sampler.require(config.train.global_batch)
+    _set_process_up(config)
+
+    progress = Progress()
+    processes = start_processes(config)
+    try:
+        _run(config, prepared, sampler, processes, progress)
+    except BaseException as error:
+        if processes.world == 1:
+            raise
+        _fail(error, processes.rank, progress)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(
+    config: Config, prepared: PreparedData, sampler: SequenceSampler, processes: Processes, progress: Progress
+) -> None:
+    _agree(config, prepared, processes)
+    lead = processes.rank == 0
+    trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
+    session: Session | None = None
+    watchdog = Watchdog(
+        progress,
+        config.train.watchdog_seconds,
+        processes.rank,
+        processes.world,
+        processes.store,
+        lambda: session.clock.unfinished() if session is not None else None,
+    )
+    session = Session(config, processes.device, progress, trace)
+    output = Path(config.train.output)
+    metrics = None
+    if lead:
+        output.mkdir(parents=True, exist_ok=True)
+        config.dump_yaml(output / "config.yaml")
+        shutil.copyfile(prepared.tokenizer_path, output / "tokenizer.json")
+        metrics = MetricsFile(output, config.log.tensorboard)
+        print(describe(config, session), flush=True)
+    display = make_display(config, lead)
+    tokens_per_step = config.train.global_batch * config.data.sequence_length
+    try:
+        for step in range(config.train.steps):
+            started = time.perf_counter()
+            progress.now("reading data")
+            row = session.train_step(*sampler.batch(step, config.train.global_batch))
+            tokens_per_s = tokens_per_step / (time.perf_counter() - started)
+            if metrics is not None:
+                metrics.write(
+                    {
+                        "step": step + 1,
+                        "loss": row.loss,
+                        "grad_norm": row.grad_norm,
+                        "lr": row.lr,
+                        "tokens_per_s": tokens_per_s,
+                        "peak_memory_bytes": max(row.peak_memory_bytes),
+                        "bubble": row.bubble,
+                        "peak_memory_bytes_by_rank": row.peak_memory_bytes,
+                    }
+                )
+            display.step(step + 1, row, tokens_per_s)
+    finally:
+        display.close()
+        if metrics is not None:
+            metrics.close()
+    progress.now("saving the checkpoint")
+    where = checkpoint.save(checkpoint.place(output, session.steps_done), session.state(), lead)
+    if lead:
+        print(f"checkpoint: {where}", flush=True)
+    watchdog.stop()
+
+
+def describe(config: Config, session: Session) -> str:
+    """The lines shown before the first step: layout, placement of layers, schedule."""
+    shape = session.shape
+    counts = [len(layers) for layers in session.placement]
+    uneven = "" if len(set(counts)) == 1 else " (uneven: the layers do not divide by the stages, or the settings say so)"
+    parameters = sum(p.numel() for p in session.parameters.values())
+    return "\n".join(
+        [
+            f"slimpipe: {config.pipeline.schedule}, pp {shape.p}, virtual stages {shape.v}, slices {shape.n}, "
+            f"microbatches {shape.m}; {session.device.type}, {config.train.dtype}, attention {session.engine.backend.name}",
+            f"layers by stage: {counts}{uneven}",
+            f"tokens a step: {config.train.global_batch * config.data.sequence_length:,}; "
+            f"parameters on rank 0: {parameters:,}; peak units on rank 0: {max(session.engine.slots.capacity)} a chunk",
+        ]
+    )
+
+
+def _leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _set_process_up(config: Config) -> None:
+    """What must be set before CUDA starts."""
+    # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _agree(config: Config, prepared: PreparedData, processes: Processes) -> None:
+    """Raises ValueError unless every process has the same settings and the same tokens."""
+    if not dist.is_initialized():
+        return
+    mine = {"settings": config.to_yaml(), "tokens": prepared.fingerprint}
+    seen: list[dict[str, str]] = [{} for _ in range(processes.world)]
+    dist.all_gather_object(seen, mine)
+    for what, remedy in (
+        ("settings", "start every node with the same YAML file and overrides"),
+        ("tokens", "give every node the same corpus and Python version, or one data.cache_dir on a shared disk"),
+    ):
+        other = [rank for rank, theirs in enumerate(seen) if theirs[what] != seen[0][what]]
+        if other:
+            raise ValueError(f"ranks {other} have other {what} than rank 0; {remedy}")
+
+
+def _fail(error: BaseException, rank: int, progress: Progress) -> None:
+    """Says which rank failed, at what, and why; then ends the process."""
+    print(_failure(error, rank, progress.doing), file=sys.stderr, flush=True)
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _failure(error: BaseException, rank: int, doing: str) -> str:
+    stamp = datetime.now().strftime("%H:%M:%S")
+    where = f"[{stamp}] rank {rank} failed at: {doing}"
+    if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+        # The peer's own message says what happened; this one's stack would only bury it.
+        return f"{where}: lost contact with another rank, which has failed or was killed"
+    return f"{where}\n{''.join(traceback.format_exception(error))}"

@@ -1,0 +1,269 @@
+"""One process's part of a run, put together: plan, stages, engine, gradients, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slimpipe.kernels.attention import select_backend
+from slimpipe.kernels.cross_entropy import IGNORE
+from slimpipe.models.contract import build_model
+from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_tied
+from slimpipe.parallel.mesh import build_mesh
+from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
+from slimpipe.runtime.clock import make_clock
+from slimpipe.runtime.engine import Batch, Engine
+from slimpipe.runtime.stage import build_stages, parameter_names
+from slimpipe.runtime.transport import DistributedTransport, Transport
+from slimpipe.runtime.warm_up import reserve, warm_up
+from slimpipe.runtime.watchdog import Progress
+from slimpipe.schedule import Plan, build, check, links, lower, place_layers, replay_in_order
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step's numbers, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+    bubble: float
+    """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
+    peak_memory_bytes: tuple[int, ...]
+    """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
+
+
+def make_plan(config: Config) -> Plan:
+    """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError."""
+    plan = lower(build(config.pipeline.schedule, config.shape))
+    check(plan)
+    replay_in_order(plan)
+    return plan
+
+
+class Session:
+    """Everything a rank needs to train. Collective: every rank of the process group makes one, from the same config.
+
+    With no process group it is a whole run of one rank. `transport` replaces the distributed one (tests); `rank` then
+    says which pipeline rank this is, and what needs a group (norms, tied weights, metrics over ranks) is the caller's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        trace: Callable[[str], None] | None = None,
+        transport: Transport | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.config, self.shape = config, config.shape
+        self.device = device or torch.device("cpu")
+        self.dtype = DTYPES[config.train.dtype]
+        self.progress = progress or Progress()
+        self.mesh = build_mesh(config, self.device) if transport is None else None
+        self.group = None if self.mesh is None else self.mesh.get_group("pp")
+        self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
+        self.plan = make_plan(config)
+        self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
+
+        self.progress.now("building the model")
+        model = build_model(config)
+        self.stages = build_stages(
+            model,
+            self.placement,
+            self.shape,
+            self.rank,
+            std=config.model.init_std,
+            seed=config.train.seed,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.parameters = _parameters(self.stages)
+        self.gradient_buffer = GradientBuffer(self.parameters)
+        self._tied = _tied_name(model)
+        self._tied_group = self._make_tied_group()
+        self._optimizer: MasterAdamW | None = None
+        self.steps_done = 0
+
+        self.clock = make_clock(self.device)
+        self.slice_tokens = config.data.sequence_length // self.shape.n
+        self.engine = Engine(
+            self.plan,
+            self.rank,
+            self.stages,
+            transport if transport is not None else self._make_transport(),
+            self.clock,
+            select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic),
+            self.slice_tokens,
+            config.train.ce_chunk,
+            self.progress,
+            trace,
+        )
+        self._warm_up()
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """Made at first use: gradients alone need no moments and no masters."""
+        if self._optimizer is None:
+            self._optimizer = MasterAdamW(self.parameters, self.config)
+        return self._optimizer
+
+    @property
+    def peak_units(self) -> int:
+        """Most units in flight in the last step, counted."""
+        return self.engine.units.peak
+
+    @property
+    def peak_kv_slots(self) -> tuple[int, ...]:
+        """Most KV slots in use in the last step, counted, by chunk."""
+        return tuple(counter.peak for counter in self.engine.kv_slots)
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by layout-free name."""
+        return {name: parameter.data for name, parameter in self.parameters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's fp32 gradients of the last step by layout-free name."""
+        return self.gradient_buffer.views()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this rank (`slimpipe.train.checkpoint`): fp32 weights, moments, steps done."""
+        counted = self._counted_once()
+        state = {f"model.{name}": master.data for name, master in self.optimizer.masters.items() if name in counted}
+        for key, moment in self.optimizer.state().items():
+            if key.rsplit(".", 1)[0] in counted:
+                state[f"optimizer.{key}"] = moment
+        state["step"] = torch.tensor(self.steps_done)
+        return state
+
+    def step_gradients(self, tokens: Tensor, labels: Tensor) -> float:
+        """Forward and backward of one global batch, no update. The loss, the same on every rank.
+
+        tokens, labels [global batch, S] int64 on any device; labels already shifted, -100 where not counted. The loss is the
+        mean over all valid tokens of the batch. Raises ValueError if there is none.
+        """
+        loss = self._run(tokens, labels)
+        if self.group is not None:
+            dist.all_reduce(loss, group=self.group)
+        return float(loss)
+
+    def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
+        """One optimizer step on one global batch; arguments as for `step_gradients`."""
+        self.clock.start()
+        optimizer, clip_at = self.optimizer, self.config.optim.grad_clip
+        loss = self._run(tokens, labels)
+        self.progress.now("gradient norm")
+        norm = global_norm(self._counted_once(), self.group)
+        self.progress.now("optimizer")
+        rate = learning_rate(self.config, self.steps_done)
+        with self.clock.busy("optimizer"):
+            if clip_at is not None:
+                clip(self.gradient_buffer.buffer, norm, clip_at)
+            optimizer.step(rate)
+        self.steps_done += 1
+        self.progress.now("waiting for the device at the end of the step")
+        time = self.clock.stop()
+        self.progress.now("metrics")
+        row = torch.tensor([time.total, time.idle_share, self._peak_memory()], dtype=torch.float64, device=self.device)
+        rows = self._gather(row)
+        if self.group is not None:
+            dist.all_reduce(loss, group=self.group)
+        return StepMetrics(
+            loss=float(loss),
+            grad_norm=float(norm),
+            lr=rate,
+            seconds=float(rows[:, 0].max()),
+            bubble=float(rows[:, 1].mean()),
+            peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
+        )
+
+    def _run(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        valid = int((labels != IGNORE).sum())
+        if valid == 0:
+            raise ValueError("the step's labels are all masked (-100): there is nothing to learn from")
+        self.gradient_buffer.zero()
+        split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
+        scale = torch.tensor(1.0 / valid, dtype=self.gradient_buffer.buffer.dtype, device=self.device)
+        loss = self.engine.step(Batch(self._move(tokens).view(split), self._move(labels).view(split), scale))
+        if self._tied_group is not None and self._tied is not None:
+            self.progress.now("sum of the tied embedding's gradients")
+            sum_tied(self.gradients()[self._tied], self._tied_group)
+        return loss
+
+    def _move(self, data: Tensor) -> Tensor:
+        if self.device.type == "cuda" and data.device.type == "cpu":
+            data = data.pin_memory()
+        return data.to(self.device, non_blocking=True)
+
+    def _counted_once(self) -> Mapping[str, Tensor]:
+        """This rank's gradients, less the last stage's copy of a tied weight that the first stage counts."""
+        found = self.gradients()
+        if self._tied_group is not None and self.rank != 0:
+            found = {name: gradient for name, gradient in found.items() if name != self._tied}
+        return found
+
+    def _make_transport(self) -> DistributedTransport:
+        size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
+        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device)
+
+    def _make_tied_group(self) -> dist.ProcessGroup | None:
+        """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""
+        if self._tied is None or self.mesh is None or self.group is None or self.shape.p == 1:
+            return None
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group([ranks[0], ranks[-1]], group_desc="tied embedding")
+        return group if self.rank in (0, self.shape.p - 1) else None
+
+    def _warm_up(self) -> None:
+        unit_bytes = warm_up(
+            self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
+        )
+        self.gradient_buffer.zero()
+        if self.device.type == "cuda":
+            _ = self.optimizer  # its memory comes before what is left is reserved
+            units = check(self.plan).units[self.rank]
+            reserve(unit_bytes, units, self.device)
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak_memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _gather(self, row: Tensor) -> Tensor:
+        """Every pipeline rank's row, [p, len(row)] on the host."""
+        if self.group is None:
+            return row[None].cpu()
+        rows = [torch.empty_like(row) for _ in range(self.shape.p)]
+        dist.all_gather(rows, row, group=self.group)
+        return torch.stack(rows).cpu()
+
+
+def _parameters(stages: list) -> dict[str, nn.Parameter]:  # type: ignore[type-arg]
+    found: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        found |= stage.parameters
+    return found
+
+
+def _tied_name(model: nn.Module) -> str | None:
+    """Layout-free name of the weight that embedding and head share; None where they have their own."""
+    if model.head.weight is not model.embedding.weight:  # type: ignore[union-attr]
+        return None
+    return parameter_names(model)[model.embedding.weight]  # type: ignore[union-attr,index]

@@ -1,0 +1,45 @@
+"""For every test: the pool of gloo workers, a settled hypothesis profile, and a reason where a GPU test is skipped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = str(Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+from tests.support.pool import Pool, Workers  # noqa: E402  (needs the search path above)
+
+hypothesis.settings.register_profile("slimpipe", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("slimpipe")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is false here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The workers share the machine, and sums taken by one thread come out the same on every machine."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    """`pool(world).run(function, *args)`: see tests/support/pool.py. Workers start when first asked for."""
+    workers = Workers()
+    yield lambda world: Pool(workers, world)
+    workers.close()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks import record
 from slimpipe.config import Config
-from slimpipe.parallel.mesh import start_processes
+from slimpipe.parallel.mesh import prepare_process, start_processes
 from slimpipe.plan.flops import step_flops
 from slimpipe.plan.memory import kv_gradient_bytes, microbatch_bytes
 from slimpipe.runtime.watchdog import Progress, Watchdog
@@ -91,8 +91,8 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
 
 def worker(case: dict[str, Any], steps: int) -> None:
     """One rank of one case, under torchrun. Rank 0 prints the row."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     config = settings(case, int(os.environ["WORLD_SIZE"]), case["layers"], steps)
+    prepare_process(config)
     processes = start_processes(config)
     progress = Progress()
     session: Session | None = None

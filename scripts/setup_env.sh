@@ -48,19 +48,27 @@ if [[ -f $stamp ]]; then
   fi
 fi
 
-pip() {
-  "$venv_python" -m pip --disable-pip-version-check "$@"
+# pip compiles bytecode on one core, which for torch takes longer than unpacking it: it is done here on all, meanwhile.
+install() {
+  "$venv_python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"
+}
+compile_bytecode() {
+  # Some files are for other Python versions: failures mean nothing.
+  "$venv_python" -m compileall -qq -j 0 -x '/(testing|tests)/' .venv/lib >/dev/null 2>&1 || true
 }
 
+needed=("setuptools>=70.1")
 if ! "$venv_python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-  torch="torch==${SLIMPIPE_TORCH:-2.13.0}"
-  echo "installing $torch"
-  pip install --quiet "$torch"
+  needed+=("torch==${SLIMPIPE_TORCH:-2.13.0}")
 fi
+echo "installing ${needed[*]}"
+install "${needed[@]}"
+compile_bytecode &
 echo "installing slimpipe${extras:+ with $extras}"
 # Not isolated: csrc/ must be compiled against the torch it will run with.
-pip install --quiet "setuptools>=70.1"
-pip install --quiet --no-build-isolation -e ".${extras:+[$extras]}"
+install --no-build-isolation -e ".${extras:+[$extras]}"
+wait
+compile_bytecode
 if [[ ! -e slimpipe/_C.so ]]; then
   echo "no C++ extension (no compiler, or it failed): the PyTorch fallbacks are used." \
     "See why: $venv_python setup.py build_ext --inplace"

@@ -1,7 +1,8 @@
 """`slimpipe train | generate | simulate | draw`.
 
-What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under torchrun
-by one process a node. torch is imported by the commands that need it: schedules can be simulated and drawn without it.
+What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
+torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
+without it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from slimpipe.schedule import (
     draw_svg,
     equal_costs,
     grid,
-    lower,
     peak_activation,
     sliced_costs,
 )
@@ -90,7 +90,7 @@ def main(
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; docs/configuration.md has all keys.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as pipeline.slices=8 optim.lr=1e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as pipeline.slices=8 optim.lr=1e-4.")
     ] = None,
 ) -> None:
     """Train a model. With parallel.pp above 1: torchrun --nproc-per-node N -m slimpipe train CONFIG."""
@@ -151,11 +151,10 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     with_grid: Annotated[bool, typer.Option("--grid", help="Also the grid of ranks and ticks.")] = False,
 ) -> None:
-    """Run a schedule on paper: bubble, memory and idle time. Checks it first, transfers included."""
+    """Run a schedule on paper: bubble, memory and idle time. It is proved sound first."""
     with _told_in_one_line():
-        paper = _Paper.of(
-            schedule, Shape(pp, virtual_stages, slices, microbatches), _costs(slices, attention_share, backward_cost)
-        )
+        shape = _shape(pp, virtual_stages, slices, microbatches)
+        paper = _Paper.of(schedule, shape, _costs(slices, attention_share, backward_cost))
     report = paper.report()
     if as_json:
         if with_grid:
@@ -180,14 +179,21 @@ def draw(
 ) -> None:
     """Draw a schedule's timeline as SVG."""
     with _told_in_one_line():
-        paper = _Paper.of(
-            schedule, Shape(pp, virtual_stages, slices, microbatches), _costs(slices, attention_share, backward_cost)
-        )
+        shape = _shape(pp, virtual_stages, slices, microbatches)
+        paper = _Paper.of(schedule, shape, _costs(slices, attention_share, backward_cost))
         try:
             output.write_text(draw_svg(paper.timeline), encoding="utf-8")
         except OSError as error:
             raise ConfigError([f"--output = {output}: cannot be written: {error.strerror}"]) from error
     typer.echo(f"wrote {output}")
+
+
+def _shape(pp: int, virtual_stages: int, slices: int, microbatches: int) -> Shape:
+    options = {"pp": pp, "virtual-stages": virtual_stages, "slices": slices, "microbatches": microbatches}
+    problems = [f"--{name} = {value}: must be a whole number > 0" for name, value in options.items() if value < 1]
+    if problems:
+        raise ConfigError(problems)
+    return Shape(pp, virtual_stages, slices, microbatches)
 
 
 def _costs(slices: int, attention_share: float | None, backward_cost: float | None) -> Costs:
@@ -213,7 +219,7 @@ class _Paper:
 
     @classmethod
     def of(cls, name: str, shape: Shape, costs: Costs) -> _Paper:
-        plan = lower(build(name, shape))
+        plan = build(name, shape)
         peaks = check(plan)
         return cls(name, shape, run_on_paper(plan, costs), peaks.kv_slots)
 

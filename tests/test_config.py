@@ -80,7 +80,7 @@ def test_microbatches_and_shape() -> None:
 def test_settings_do_not_change() -> None:
     config = Config.from_dict(minimal())
     with pytest.raises(ValidationError):
-        config.train.steps = 3  # type: ignore[misc]
+        config.train.steps = 3
 
 
 @pytest.mark.parametrize(("grad_clip", "kept"), [(0, None), (0.0, None), (None, None), (2, 2.0)])
@@ -291,11 +291,16 @@ BAD = [
     ("train", "lr", 0.1, "train.lr: unknown key; did you mean optim.lr?"),
     ("optim", "Beta1", 0.1, "optim.Beta1: unknown key; did you mean optim.beta1?"),
     ("memory", "exotic", 1, "memory.exotic: unknown key; use recompute or swap"),
-    ("model", "rope_scaling", {"type": "linear", "factor": 2, "facto": 2}, "model.rope_scaling.facto: unknown key; did you mean model.rope_scaling.factor?"),
+    (
+        "model",
+        "rope_scaling",
+        {"type": "linear", "factor": 2, "facto": 2},
+        "model.rope_scaling.facto: unknown key; did you mean model.rope_scaling.factor?",
+    ),
     ("pipelin", "slices", 4, "pipelin: unknown key; did you mean pipeline?"),
     ("slices", "n", 4, "slices: unknown key; did you mean pipeline.slices?"),
     ("cheese", "n", 4, f"cheese: unknown section; the sections are {', '.join(SECTIONS)}"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("section", "key", "value", "line"), BAD, ids=[f"{s}.{k}={v}" for s, k, v, _ in BAD])

@@ -37,9 +37,9 @@ class RopeScaling(Section):
     path: ClassVar[str] = "model.rope_scaling"
     type: Literal["linear", "llama3"] = Field(description="`llama3` is the Llama 3.1 release's rule.")
     factor: PositiveFloat = Field(description="Frequencies are divided by it (`llama3`: the low ones).")
-    low_freq_factor: PositiveFloat | None = Field(None, description="`llama3` only. Llama 3.1 has 1.")
-    high_freq_factor: PositiveFloat | None = Field(None, description="`llama3` only. Llama 3.1 has 4.")
-    original_max_position: PositiveInt | None = Field(None, description="`llama3` only. Llama 3.1 has 8192.")
+    low_freq_factor: PositiveFloat | None = Field(default=None, description="`llama3` only. Llama 3.1 has 1.")
+    high_freq_factor: PositiveFloat | None = Field(default=None, description="`llama3` only. Llama 3.1 has 4.")
+    original_max_position: PositiveInt | None = Field(default=None, description="`llama3` only. Llama 3.1 has 8192.")
 
     def problems(self) -> Iterator[str]:
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -58,7 +58,7 @@ class ModelConfig(Section):
 
     path: ClassVar[str] = "model"
     name: Annotated[str, Allowed("llama or package.module:Class")] = Field(
-        "llama",
+        default="llama",
         description="A model of slimpipe's, or a class of your own that keeps the contract of `slimpipe/models`.",
     )
     layers: PositiveInt = Field(description="Transformer blocks.")
@@ -74,16 +74,20 @@ class ModelConfig(Section):
     )
     intermediate_size: PositiveInt = Field(description="Width of the feed-forward block.")
     vocab_size: PositiveInt = Field(description="Entries of the vocabulary; the tokenizer is trained to have as many.")
-    tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weight.")
-    rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary frequencies.")
-    rope_scaling: RopeScaling | None = Field(None, description="Rotary scaling for long contexts, or null.")
-    norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of the RMS norms.")
-    qk_norm: bool = Field(False, description="Whether queries and keys are normalised, head by head.")
-    init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
+    tie_embeddings: bool = Field(default=False, description="Whether the output layer shares the embedding's weight.")
+    rope_theta: PositiveFloat = Field(default=10000.0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Rotary scaling for long contexts, or null.")
+    norm_eps: PositiveFloat = Field(default=1e-5, description="Epsilon of the RMS norms.")
+    qk_norm: bool = Field(default=False, description="Whether queries and keys are normalised, head by head.")
+    init_std: PositiveFloat = Field(default=0.02, description="Standard deviation of the initial weights.")
     options: dict[str, Any] = Field(default_factory=dict, description="Free settings for a model of your own.")
-    sliding_window: Annotated[None, Refused("sliding windows", _PLAIN)] = Field(None, description="Not supported.")
-    alibi: Annotated[None, Refused("ALiBi biases", _PLAIN)] = Field(None, description="Not supported.")
-    document_mask: Annotated[None, Refused("document masks", _PLAIN)] = Field(None, description="Not supported.")
+    sliding_window: Annotated[None, Refused("sliding windows", _PLAIN)] = Field(
+        default=None, description="Not supported."
+    )
+    alibi: Annotated[None, Refused("ALiBi biases", _PLAIN)] = Field(default=None, description="Not supported.")
+    document_mask: Annotated[None, Refused("document masks", _PLAIN)] = Field(
+        default=None, description="Not supported."
+    )
 
     def problems(self) -> Iterator[str]:
         if self.name != "llama" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
@@ -107,18 +111,18 @@ class ParallelConfig(Section):
     """How many processes share the work, along each axis. Their product is the number of processes."""
 
     path: ClassVar[str] = "parallel"
-    pp: PositiveInt = Field(1, description="Pipeline ranks p: layers are spread over them.")
+    pp: PositiveInt = Field(default=1, description="Pipeline ranks p: layers are spread over them.")
     tp: Annotated[PositiveInt, Allowed("1"), Planned("tensor parallelism", when=_above_one)] = Field(
-        1, description="Tensor-parallel ranks."
+        default=1, description="Tensor-parallel ranks."
     )
     cp: Annotated[PositiveInt, Allowed("1"), Planned("context parallelism", when=_above_one)] = Field(
-        1, description="Context-parallel ranks."
+        default=1, description="Context-parallel ranks."
     )
     ep: Annotated[PositiveInt, Allowed("1"), Planned("expert parallelism", when=_above_one)] = Field(
-        1, description="Expert-parallel ranks, taken from the data-parallel ones."
+        default=1, description="Expert-parallel ranks, taken from the data-parallel ones."
     )
     dp: Annotated[PositiveInt, Allowed("1"), Planned("data parallelism", when=_above_one)] = Field(
-        1, description="Data-parallel ranks."
+        default=1, description="Data-parallel ranks."
     )
 
     @property
@@ -134,21 +138,23 @@ class PipelineConfig(Section):
     schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "slimpipe"],
         Planned("this schedule", ("terapipe", "seq1f1b", "zb_v", "v_half", "v_min")),
-    ] = Field("slimpipe", description="Order of forwards and backwards. All but `slimpipe` run whole sequences.")
-    slices: PositiveInt = Field(1, description="Slices n a sequence; divides `data.sequence_length`.")
+    ] = Field(
+        default="slimpipe", description="Order of forwards and backwards. All but `slimpipe` run whole sequences."
+    )
+    slices: PositiveInt = Field(default=1, description="Slices n a sequence; divides `data.sequence_length`.")
     virtual_stages: PositiveInt = Field(
-        1, description="Model chunks v a rank. Above 1, `slimpipe` needs `slices` >= `parallel.pp`."
+        default=1, description="Model chunks v a rank. Above 1, `slimpipe` needs `slices` >= `parallel.pp`."
     )
     layers_per_stage: Annotated[tuple[PositiveInt, ...] | None, BeforeValidator(_as_tuple)] = Field(
-        None, description="Layers of each of the pp x v stages in turn. Default: as even as can be."
+        default=None, description="Layers of each of the pp x v stages in turn. Default: as even as can be."
     )
     exchange: Annotated[Literal["off"], Planned("attention context exchange", ("pairwise", "balanced"))] = Field(
-        "off", description="Whether ranks share attention work."
+        default="off", description="Whether ranks share attention work."
     )
     vocab_parallel: Annotated[bool, Allowed("false"), Planned("vocabulary parallelism", (True,))] = Field(
-        False, description="Whether the output layer is spread over all pipeline ranks."
+        default=False, description="Whether the output layer is spread over all pipeline ranks."
     )
-    trace: bool = Field(False, description="Print every action and transfer.")
+    trace: bool = Field(default=False, description="Print every action and transfer.")
 
 
 class MemoryConfig(Section):
@@ -157,9 +163,9 @@ class MemoryConfig(Section):
     path: ClassVar[str] = "memory"
     recompute: Annotated[
         Literal["none", "norms"], Planned("this recomputation", ("mlp", "all_but_attention", "full"))
-    ] = Field("none", description="`norms` makes norm outputs and the SwiGLU product again in the backward.")
+    ] = Field(default="none", description="`norms` makes norm outputs and the SwiGLU product again in the backward.")
     swap: Annotated[Literal["off"], Planned("swapping to host memory", ("auto",), when=_ratio)] = Field(
-        "off", description="Activations in host memory."
+        default="off", description="Activations in host memory."
     )
 
 
@@ -172,7 +178,7 @@ class DataConfig(Section):
     )
     sequence_length: PositiveInt = Field(description="Tokens S a sequence.")
     cache_dir: Annotated[str, Field(min_length=1), Allowed("a path")] = Field(
-        "~/.cache/slimpipe", description="Where tokenizers and token files are kept."
+        default="~/.cache/slimpipe", description="Where tokenizers and token files are kept."
     )
 
 
@@ -180,16 +186,16 @@ class OptimConfig(Section):
     """AdamW and its learning rate."""
 
     path: ClassVar[str] = "optim"
-    lr: PositiveFloat = Field(3e-4, description="Peak learning rate.")
+    lr: PositiveFloat = Field(default=3e-4, description="Peak learning rate.")
     min_lr: NonNegativeFloat = Field(
         default_factory=lambda data: 0.1 * data["lr"], description="Where the cosine ends. Default: a tenth of `lr`."
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises from 0.")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="The rate after the warm-up.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Decay of the second moment.")
-    eps: PositiveFloat = Field(1e-8, description="Epsilon of Adam.")
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the rate rises from 0.")
+    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="The rate after the warm-up.")
+    weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled weight decay.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay of the first moment.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="Decay of the second moment.")
+    eps: PositiveFloat = Field(default=1e-8, description="Epsilon of Adam.")
     grad_clip: Annotated[PositiveFloat | None, Allowed("a number >= 0 or null"), BeforeValidator(_zero_is_null)] = (
         Field(1.0, description="Largest norm of all gradients together; 0 or null: no clipping.")
     )
@@ -209,17 +215,24 @@ class TrainConfig(Section):
     )
     global_batch: PositiveInt = Field(description="Sequences a step, over all data-parallel ranks.")
     micro_batch: PositiveInt = Field(
-        1, description="Sequences a microbatch; the number of microbatches m is `global_batch / (dp * micro_batch)`."
+        default=1,
+        description="Sequences a microbatch; the number of microbatches m is `global_batch / (dp * micro_batch)`.",
     )
-    seed: NonNegativeInt = Field(0, description="Of weights and of the order of the data.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations in compute.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: a GPU where there is one.")
-    deterministic: bool = Field(False, description="Deterministic kernels throughout: equal runs give equal bits.")
+    seed: NonNegativeInt = Field(default=0, description="Of weights and of the order of the data.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Of weights and activations in compute."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: a GPU where there is one.")
+    deterministic: bool = Field(
+        default=False, description="Deterministic kernels throughout: equal runs give equal bits."
+    )
     watchdog_seconds: PositiveFloat = Field(
-        300.0, description="Without progress for so long, name what each rank does and stop."
+        default=300.0, description="Without progress for so long, name what each rank does and stop."
     )
-    attention: Literal["auto", "plain", "flash", "cudnn"] = Field("auto", description="Attention backend.")
-    ce_chunk: PositiveInt = Field(1024, description="Tokens a chunk of the cross-entropy: bounds the logits in memory.")
+    attention: Literal["auto", "plain", "flash", "cudnn"] = Field(default="auto", description="Attention backend.")
+    ce_chunk: PositiveInt = Field(
+        default=1024, description="Tokens a chunk of the cross-entropy: bounds the logits in memory."
+    )
 
     def problems(self) -> Iterator[str]:
         if self.attention not in ("flash", "cudnn"):
@@ -238,8 +251,10 @@ class LogConfig(Section):
     """What is shown."""
 
     path: ClassVar[str] = "log"
-    every: PositiveInt = Field(1, description="Steps between lines of the display. `metrics.jsonl` has every step.")
-    tensorboard: bool = Field(False, description="Also write TensorBoard events to the run's folder.")
+    every: PositiveInt = Field(
+        default=1, description="Steps between lines of the display. `metrics.jsonl` has every step."
+    )
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard events to the run's folder.")
     display: Literal["auto", "rich", "plain", "none"] = Field(
-        "auto", description="`auto`: `rich` on a terminal, else `plain`."
+        default="auto", description="`auto`: `rich` on a terminal, else `plain`."
     )

@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slimpipe.kernels.fuse import fused
+
 Implementation = Literal["auto", "cpp", "torch"]
 
 
@@ -54,7 +56,7 @@ def merge(
     if implementation == "cpp" or (implementation == "auto" and on_cpu and extension_available()):
         out, lse = torch.ops.slimpipe.merge_lse(list(outs_BsHD), list(lses_BHs))
         return out, lse
-    return merge_reference(outs_BsHD, lses_BHs)
+    return _merge_in_torch(list(outs_BsHD), list(lses_BHs))
 
 
 def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -76,6 +78,9 @@ def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> 
         empty_BsH1 = (partial_lse_BHs == -torch.inf).transpose(1, 2).unsqueeze(-1)
         out_BsHD += weight_BHs.transpose(1, 2).unsqueeze(-1) * partial_BsHD.to(accumulate).masked_fill(empty_BsH1, 0.0)
     return out_BsHD.to(dtype), lse_BHs.contiguous()
+
+
+_merge_in_torch = fused(merge_reference)
 
 
 @functools.cache

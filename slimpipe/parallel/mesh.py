@@ -40,6 +40,15 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def prepare_process(config: Config) -> None:
+    """Sets what must be set before this process first uses a GPU."""
+    # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
 def start_processes(config: Config) -> Processes:
     """Joins the job that torchrun describes in the environment; alone if there is none.
 

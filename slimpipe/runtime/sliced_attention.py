@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.kernels.fuse import upcast
 from slimpipe.kernels.merge import merge
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 
@@ -38,13 +39,20 @@ class _SlicedAttention(torch.autograd.Function):
         slots, place, backend = ctx.slots, ctx.place, ctx.backend
         dout = dout.contiguous()
         own = slots.read(place.slot, place.slot + 1)
-        dq, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
+        dq_own, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
+        dq_parts = [dq_own]
         for past in place.past:
             dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
-            dq = dq + dq_part
+            dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)
-        return dq, dk, dv, None, None, None
+        return _sum_rounded_once(dq_parts), dk, dv, None, None, None
+
+
+def _sum_rounded_once(parts: list[Tensor]) -> Tensor:
+    if len(parts) <= 2:  # adding two rounds once by itself
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return torch.stack([upcast(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
 def sliced_attention(

@@ -11,12 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
-from slimpipe.parallel.mesh import Processes, start_processes
+from slimpipe.parallel.mesh import Processes, prepare_process, start_processes
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train import checkpoint
 from slimpipe.train.display import make_display
@@ -36,7 +35,7 @@ def train(config: Config) -> None:
     prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir).expanduser(), _leads())
     sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
     sampler.require(config.train.global_batch)
-    _set_process_up(config)
+    prepare_process(config)
 
     progress = Progress()
     processes = start_processes(config)
@@ -126,15 +125,6 @@ def describe(config: Config, session: Session) -> str:
 
 def _leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _set_process_up(config: Config) -> None:
-    """What must be set before CUDA starts."""
-    # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _agree(config: Config, prepared: PreparedData, processes: Processes) -> None:

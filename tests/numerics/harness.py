@@ -157,12 +157,15 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def gathered(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def gathered(what: str, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """All ranks' tensors by name. Those that two ranks hold (a tied embedding) must be the same bits."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            assert name not in found or torch.equal(found[name], tensor), f"{name} differs between ranks"
+            if name in found and not torch.equal(found[name], tensor):
+                raise AssertionError(
+                    f"{what} {name} differs between ranks by {relative_error(tensor, found[name]):.1e}"
+                )
             found[name] = tensor
     return found
 
@@ -173,7 +176,8 @@ def discrepancies(case: Case, reports: Sequence[RankReport]) -> list[str]:
     if len(losses) != 1:
         return [f"loss differs between ranks: {losses}"]
     try:
-        weights, gradients = (gathered(getattr(r, what) for r in reports) for what in ("weights", "gradients"))
+        weights = gathered("weight", (report.weights for report in reports))
+        gradients = gathered("gradient", (report.gradients for report in reports))
     except AssertionError as error:
         return [str(error)]
     spec = spec_of(case)

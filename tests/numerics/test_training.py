@@ -92,9 +92,9 @@ def test_every_layout_trains_alike_and_each_run_twice_alike_to_the_bit(
     assert one.losses == pytest.approx(expected.losses, rel=1e-5)
     assert one.norms == pytest.approx(expected.norms, rel=1e-5)
     first, last, last_again = (
-        gathered(r.first for r in ranks),
-        gathered(r.last for r in ranks),
-        gathered(r.last for r in again),
+        gathered("weight", (r.first for r in ranks)),
+        gathered("weight", (r.last for r in ranks)),
+        gathered("weight", (r.last for r in again)),
     )
     assert first.keys() == last.keys() == expected.last.keys()
     for weight in last:
@@ -139,7 +139,7 @@ def test_the_plain_run_takes_the_steps_of_torchs_adamw_on_the_reference(
 def test_first_weights_do_not_depend_on_the_layout(tied: bool, pool: Callable[[int], Pool]) -> None:
     expected = pool(1).run(initial_weights, layout("plain", tied), 5)[0]
     for name in LAYOUTS:
-        found = gathered(pool(layout(name).pp).run(initial_weights, layout(name, tied), 5))
+        found = gathered("weight", pool(layout(name).pp).run(initial_weights, layout(name, tied), 5))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
 

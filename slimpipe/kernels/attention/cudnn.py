@@ -20,8 +20,8 @@ class CudnnAttention:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # No dropout: the Philox state is read by nothing. ATen wants it on the host.
-        seed = offset = torch.zeros((), dtype=torch.int64)
+        # No dropout: the Philox state is read by nothing.
+        seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout.transpose(1, 2),
             q.transpose(1, 2),

@@ -64,8 +64,7 @@ void merge_rows(const at::TensorList outs, const at::TensorList lses, at::Tensor
       for (int64_t i = 0; i < count; ++i) {
         const auto& p = partial_lses[i];
         weight[i] = p.lse[b * p.lse_b + h * p.lse_h + s * p.lse_s];
-        // The negation lets a NaN through: a broken partial must show, not vanish.
-        if (!(weight[i] <= highest)) highest = weight[i];
+        highest = std::max(highest, weight[i]);  // ignores a NaN, which shows in the total
       }
 
       A total = 0;

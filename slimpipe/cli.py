@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ app = typer.Typer(
 # How messages of this project begin that tell the user what to change: `train.device = cuda: ...`, `--prompt: ...`.
 _TELLS_THE_USER: Final = re.compile(r"(--[a-z-]+|[a-z]+\.[a-z_0-9]+)( = .+?)?: ")
 
+_LET_THE_FIRST_SPEAK: Final = 5.0  # seconds
+
 
 @contextmanager
 def _told_in_one_line(*kinds: type[ValueError]) -> Iterator[None]:
@@ -64,6 +67,9 @@ def _told_in_one_line(*kinds: type[ValueError]) -> Iterator[None]:
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
             typer.echo(str(error), err=True)
+        else:
+            # torchrun ends a node's other processes when one fails: the one that tells must come first.
+            time.sleep(_LET_THE_FIRST_SPEAK)
         raise typer.Exit(2) from error
 
 

@@ -204,9 +204,11 @@ def test_every_problem_is_told(trained: list[Config]) -> None:
 
 
 def test_one_process_a_node_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = run("train", QUICKSTART, "pipeline.slices=7")
-    assert (result.exit_code, result.output) == (2, "")
+    assert (result.exit_code, result.output, len(waited)) == (2, "", 1)
 
 
 @pytest.mark.parametrize(

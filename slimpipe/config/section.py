@@ -36,6 +36,7 @@ class Planned:
     when: Callable[[Any], bool] | None = None
 
     def covers(self, value: Any) -> bool:
+        """Whether `value` is one of them. True is not 1."""
         if any(type(value) is type(known) and value == known for known in self.values):
             return True
         return self.when is not None and not isinstance(value, bool) and self.when(value)
@@ -91,6 +92,7 @@ class Section(BaseModel):
         yield from ()
 
     def problem(self, key: str, reason: str) -> str:
+        """The line that says what is wrong with `key`."""
         return f"{self.path}.{key} = {shown(getattr(self, key))}: {reason}"
 
     def record(self) -> dict[str, Any]:

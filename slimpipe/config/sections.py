@@ -14,6 +14,10 @@ from slimpipe.config.section import Planned, Refused, Section
 _PLAIN = "sliced attention needs plain causal attention over one document a row"
 
 
+# Defaults that follow from other keys read these with `get`: some versions of pydantic compute a default even where a
+# key it follows from is wrong. That key's own line is what the user sees.
+
+
 def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
@@ -65,11 +69,11 @@ class ModelConfig(Section):
     hidden_size: PositiveInt = Field(description="Width H of the residual stream.")
     heads: PositiveInt = Field(description="Query heads.")
     kv_heads: PositiveInt = Field(
-        default_factory=lambda data: data["heads"],
+        default_factory=lambda data: data.get("heads", 1),
         description="Key-value heads; fewer than `heads` is grouped-query attention. Default: `heads`.",
     )
     head_dim: PositiveInt = Field(
-        default_factory=lambda data: max(1, data["hidden_size"] // data["heads"]),
+        default_factory=lambda data: max(1, data.get("hidden_size", 1) // data.get("heads", 1)),
         description="Width of one head, even. Default: `hidden_size / heads`.",
     )
     intermediate_size: PositiveInt = Field(description="Width of the feed-forward block.")
@@ -188,7 +192,8 @@ class OptimConfig(Section):
     path: ClassVar[str] = "optim"
     lr: PositiveFloat = Field(default=3e-4, description="Peak learning rate.")
     min_lr: NonNegativeFloat = Field(
-        default_factory=lambda data: 0.1 * data["lr"], description="Where the cosine ends. Default: a tenth of `lr`."
+        default_factory=lambda data: 0.1 * data.get("lr", 0.0),
+        description="Where the cosine ends. Default: a tenth of `lr`.",
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the rate rises from 0.")
     schedule: Literal["cosine", "constant"] = Field(default="cosine", description="The rate after the warm-up.")

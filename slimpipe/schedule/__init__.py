@@ -13,7 +13,7 @@ from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
 from slimpipe.schedule.grid import grid
 from slimpipe.schedule.in_flight import peak_units
-from slimpipe.schedule.in_order import Report, replay_in_order
+from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
 from slimpipe.schedule.lower import lower
 from slimpipe.schedule.orders import BUILT, NOT_BUILT, build, supported
@@ -54,6 +54,7 @@ __all__ = [
     "equal_costs",
     "from_csv",
     "grid",
+    "least_send_window",
     "links",
     "lower",
     "peak_activation",

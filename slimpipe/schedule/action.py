@@ -81,7 +81,7 @@ class Action:
         match = _TOKEN.fullmatch(token)
         if match is None:
             raise ValueError(f"action token {token!r}: expected something like F3.12@0 or SF3.12@0>1")
-        op, microbatch, slice_, chunk, arrow, peer = match.groups()
+        op, microbatch, slice_, chunk, _, peer = match.groups()
         unit = Unit(int(microbatch), int(slice_), int(chunk))
         action = cls(Op(op), unit, None if peer is None else int(peer))
         if str(action) != token:

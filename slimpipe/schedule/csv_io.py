@@ -1,9 +1,9 @@
 """Plans as CSV: two lines of heading, then a rank a line. What is written reads back the same, and nothing else reads.
 
-    schedule,p,v,n,m
-    1f1b,2,1,1,2
-    0,F0.0@0,F1.0@0,B0.0@0,B1.0@0
-    1,F0.0@0,B0.0@0,F1.0@0,B1.0@0
+schedule,p,v,n,m
+1f1b,2,1,1,2
+0,F0.0@0,F1.0@0,B0.0@0,B1.0@0
+1,F0.0@0,B0.0@0,F1.0@0,B1.0@0
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def from_csv(text: str) -> Plan:
         raise PlanError("line 2: expected the schedule's name and shape, found the end")
     name, shape = _name_and_shape(lines[1])
     if len(lines) < shape.p + 3:
-        raise PlanError(f"line {len(lines)}: expected a line for each of p = {shape.p} ranks, each ended, found the end")
+        raise PlanError(
+            f"line {len(lines)}: expected a line for each of p = {shape.p} ranks, each ended, found the end"
+        )
     if len(lines) > shape.p + 3 or lines[-1] != "":
         raise PlanError(f"line {shape.p + 3}: expected the end after {shape.p} ranks, found {lines[shape.p + 2]!r}")
     return Plan(name, shape, tuple(_rank(rank, lines[rank + 2]) for rank in range(shape.p)))

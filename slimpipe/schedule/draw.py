@@ -34,7 +34,7 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
     """The timeline as SVG text, `width` px wide.
 
     Forwards are blue and backwards orange, shaded by microbatch; boxes with room for it show the slice (the microbatch
-    where n = 1), and with several chunks a letter for the chunk. The caption gives shape, bubble fraction and peak activation.
+    where n = 1), and with several chunks a letter for the chunk. The caption gives shape, bubble and peak activation.
     """
     shape = timeline.shape
     row = max(_SMALLEST_ROW, min(_ROW, _TALLEST_PLOT // shape.p))

@@ -26,10 +26,10 @@ class Span(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """A rank that cannot go on: its next action, that action's index, and the event that never happens."""
+    """A rank that cannot go on: its next action and where in its list that stands, and the event that never happens."""
 
     rank: int
-    index: int
+    at: int
     action: Action
     event: Event
 

@@ -1,7 +1,9 @@
 """A plan as a text grid, rank x time: what to look at first when a schedule puzzles (DESIGN section 2).
 
-    tick      0     1     2     3     4     5
-    rank 0  F0.0  F1.0     .     .  B0.0  B1.0
+1f1b with p = 2 and m = 2:
+
+    tick       0     1     2     3     4     5
+    rank 0  F0.0  F1.0     .  B0.0     .  B1.0
     rank 1     .  F0.0  B0.0  F1.0  B1.0     .
 """
 

@@ -43,7 +43,7 @@ class Report:
 
 
 def replay_in_order(plan: Plan, *, send_window: int = 2, communicator: Communicator = one_per_link) -> Report:
-    """Replay a lowered plan. Raises PlanError where wrong data would match, or on a deadlock with every rank's place."""
+    """Replay a lowered plan. Raises PlanError where wrong data would match, or on deadlock, with every rank's place."""
     if send_window < 1:
         raise PlanError(f"send_window = {send_window}: must be at least 1")
     if not plan.is_lowered and plan.shape.p > 1:
@@ -53,9 +53,31 @@ def replay_in_order(plan: Plan, *, send_window: int = 2, communicator: Communica
     return Report(dict(replay.transfers), tuple(replay.most_receives), tuple(replay.most_sends))
 
 
+def least_send_window(plan: Plan, communicator: Communicator = one_per_link) -> int:
+    """The smallest `send_window` under which a lowered plan runs to its end.
+
+    1 or 2 where the groups of slices are as long as the pipeline. A longer group (slimpipe with v > 1 where p does not
+    divide n: G > p) comes round to rank 0 while that is still busy with the group's last G - p slices; they lie in
+    rank p-1's send buffers, and with fewer of those than G - p both ranks wait for each other.
+    Raises PlanError where the plan does not run under any window.
+    """
+    high = max(map(len, plan.ranks))
+    replay_in_order(plan, send_window=high, communicator=communicator)
+    low = 0
+    while high - low > 1:
+        # Small windows are the common answer: look among them before halving.
+        middle = min((low + high) // 2, 2 * low + 1)
+        try:
+            replay_in_order(plan, send_window=middle, communicator=communicator)
+            high = middle
+        except PlanError:
+            low = middle
+    return high
+
+
 class _Posted(NamedTuple):
     rank: int
-    index: int
+    at: int
     action: Action
     link: Link
     tensor: Tensor | None
@@ -139,8 +161,8 @@ class _Replay:
             raise refusal(
                 self._plan,
                 receive.rank,
-                receive.index,
-                f"wrong data matched on link {send.link}: the {send.tensor} (rank {send.rank}, action {send.index}, "
+                receive.at,
+                f"wrong data matched on link {send.link}: the {send.tensor} (rank {send.rank}, action {send.at}, "
                 f"{send.action}) arrives where the {receive.tensor} is expected",
             )
         self._completed[receive.rank].add(receive.action)
@@ -165,7 +187,10 @@ class _Replay:
                 f"{self._blocked_by(rank)}"
                 for rank in blocked
             )
-            raise refusal(plan, blocked[0], self._next[blocked[0]], f"deadlock in order of posting: {places}")
+            hint = ""
+            if any(plan.ranks[rank][self._next[rank]].op.is_send for rank in blocked):
+                hint = f"; send_window = {self._window} may be too small: least_send_window finds one that is not"
+            raise refusal(plan, blocked[0], self._next[blocked[0]], f"deadlock in order of posting: {places}{hint}")
         for queue in self._queues.values():
             if queue:
-                raise refusal(plan, queue[0].rank, queue[0].index, f"peer {queue[0].action.peer} never met it")
+                raise refusal(plan, queue[0].rank, queue[0].at, f"peer {queue[0].action.peer} never met it")

@@ -29,7 +29,7 @@ def simulate(
     flow = Flow(plan, {**base_rules(plan, costs, wires), **(rules or {})})
     stuck = flow.run()
     if stuck:
-        places = "; ".join(f"rank {s.rank} at action {s.index} ({s.action}) waits for {s.event}" for s in stuck)
+        places = "; ".join(f"rank {s.rank} at action {s.at} ({s.action}) waits for {s.event}" for s in stuck)
         raise PlanError(f"deadlock: {places}")
     spans = tuple(tuple(spans) for spans in flow.spans)
     return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), link.tensor_bytes if link else 0)

@@ -26,7 +26,7 @@ def place_layers(layers: int, stages: int, explicit: Sequence[int] | None = None
         counts = list(explicit)
         _validate(layers, stages, counts)
     firsts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(first, first + count) for first, count in zip(firsts, counts))
+    return tuple(range(first, first + count) for first, count in zip(firsts, counts, strict=True))
 
 
 def _validate(layers: int, stages: int, counts: Sequence[int]) -> None:

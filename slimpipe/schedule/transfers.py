@@ -114,4 +114,3 @@ def _made(shape: Shape, kind: Kind, stage: int, unit: Unit) -> Tensor | None:
     """The tensor of this kind out of `stage`. The last stage makes no activation, the first no gradient."""
     first, last = (0, shape.stages - 2) if kind == "F" else (1, shape.stages - 1)
     return Tensor(kind, stage, unit.microbatch, unit.slice) if first <= stage <= last else None
-

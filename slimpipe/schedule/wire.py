@@ -7,12 +7,11 @@ compute waits for the other). Its arrival is the event that the consuming action
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from slimpipe.schedule.action import Action
 from slimpipe.schedule.costs import LinkCost
-from slimpipe.schedule.flow import Event, Flow, Rule
+from slimpipe.schedule.flow import Flow, Rule
 from slimpipe.schedule.plan import PlanError
 from slimpipe.schedule.transfers import Link, Tensor, carried, link_of
 

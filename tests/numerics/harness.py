@@ -18,6 +18,10 @@ from tests.support.pool import Pool
 from tests.support.reference import IGNORED, LlamaSpec, RopeScaling, reference_loss_and_grads, relative_error
 
 S = 64
+INIT_STD = 0.1
+"""Wide enough that attention is not uniform. Wider models of nine such layers are ill-conditioned: over all cases the
+plain process itself, in fp32, is off the float64 one by up to 3.2e-6 in a gradient tensor at 0.05, 6.5e-6 at 0.1 and
+2.2e-5 at 0.2, which would leave nothing of TOLERANCE."""
 TOLERANCE = 1e-5
 """Relative L2 of each gradient tensor, and relative error of the loss, in fp32 against the float64 reference."""
 
@@ -78,7 +82,7 @@ def config_of(case: Case, **sections: Mapping[str, Any]) -> Config:
             "rope_scaling": _rope_settings(spec.rope_scaling),
             "qk_norm": spec.qk_norm,
             "tie_embeddings": spec.tied,
-            "init_std": 0.2,  # as wide as trained weights of this size: attention must be far from uniform
+            "init_std": INIT_STD,
         },
         "parallel": {"pp": case.pp},
         "pipeline": {"schedule": case.schedule, "slices": case.n, "virtual_stages": case.v},

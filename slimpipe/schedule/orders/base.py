@@ -31,5 +31,5 @@ def one_forward_one_backward(
 ) -> tuple[Action, ...]:
     """`warmup` forwards, then forward-backward pairs while forwards last, then the remaining backwards."""
     steady = forwards[warmup:]
-    pairs = [action for pair in zip(steady, backwards) for action in pair]
+    pairs = [action for pair in zip(steady, backwards, strict=False) for action in pair]
     return (*forwards[:warmup], *pairs, *backwards[len(steady) :])

@@ -63,8 +63,8 @@ class Interleaved:
             return _whole_microbatches(self.name, shape)
         up = -(-shape.m // shape.p) * shape.p
         return (
-            f"pipeline.microbatches = {shape.m}: pipeline.schedule = {self.name} needs a multiple of "
-            f"parallel.pp ({shape.p}); use {up}, {up + shape.p}, ... microbatches"
+            f"train.global_batch gives m = {shape.m} microbatches: pipeline.schedule = {self.name} needs a multiple of "
+            f"parallel.pp ({shape.p}); use a batch that gives {up}, {up + shape.p}, ..."
         )
 
     def _units(self, shape: Shape, chunks: Sequence[int]) -> list[Unit]:

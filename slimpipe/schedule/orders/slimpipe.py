@@ -22,7 +22,9 @@ class SlimPipe:
     def warmup(self, shape: Shape, rank: int) -> int:
         """One less than W_r = n v + 2 (p - 1 - r), the units that rank r may hold.
 
-        The factor 2 keeps ranks in phase: at any tick all are in their forward slot or all in their backward slot.
+        Counted in ticks of a forward slot and a backward slot, a unit's way from rank r to the last rank and back is
+        2 (p - 1 - r): the first backward arrives in the very tick in which the warm-up has ended. So at any tick all
+        ranks are in their forward slot or all in their backward slot, which exchange and vocabulary passes rest on.
         """
         return shape.n * shape.v + 2 * (shape.p - 1 - rank) - 1
 

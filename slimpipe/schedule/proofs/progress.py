@@ -23,8 +23,8 @@ def prove_progress(plan: Plan) -> None:
 
 
 def _deadlock(plan: Plan, stuck: list[Stuck]) -> PlanError:
-    waits = "; ".join(f"rank {s.rank} at action {s.index} ({s.action}) waits for {_wanted(plan, s)}" for s in stuck)
-    return refusal(plan, stuck[0].rank, stuck[0].index, f"deadlock: {waits}")
+    waits = "; ".join(f"rank {s.rank} at action {s.at} ({s.action}) waits for {_wanted(plan, s)}" for s in stuck)
+    return refusal(plan, stuck[0].rank, stuck[0].at, f"deadlock: {waits}")
 
 
 def _wanted(plan: Plan, stuck: Stuck) -> str:

@@ -6,6 +6,7 @@ The assignment is computed in `kv_slots`; this proves it without trusting it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from slimpipe.schedule.action import Op, Unit
 from slimpipe.schedule.excerpt import refusal
@@ -49,6 +50,6 @@ def prove_rank_slots(plan: Plan, rank: int, slots: RankSlots) -> None:
 
 def _is(ranges: Sequence[tuple[int, int]], slots: Sequence[int]) -> bool:
     """Whether the ranges, ascending, none empty and none touching another, are exactly these slots."""
-    if any(start >= end for start, end in ranges) or any(a[1] >= b[0] for a, b in zip(ranges, ranges[1:])):
+    if any(start >= end for start, end in ranges) or any(a[1] >= b[0] for a, b in pairwise(ranges)):
         return False
     return [slot for start, end in ranges for slot in range(start, end)] == sorted(slots)

@@ -17,7 +17,7 @@ from slimpipe.schedule.transfers import Link, Tensor, carried, ends, link_of, re
 
 class _Posted(NamedTuple):
     rank: int
-    index: int
+    at: int
     tensor: Tensor
 
 
@@ -29,21 +29,19 @@ def prove_transfers(plan: Plan) -> None:
         _walk(plan, rank, sends, receives)
     _prove_matched(plan, sends, receives)
     for link, sent in sends.items():
-        for here, there in zip(sent, receives[link]):
+        for here, there in zip(sent, receives[link], strict=True):
             if here.tensor != there.tensor:
-                token = plan.ranks[there.rank][there.index]
+                token = plan.ranks[there.rank][there.at]
                 raise refusal(
                     plan,
                     here.rank,
-                    here.index,
+                    here.at,
                     f"sends and receives of link {link} are in different orders: here goes the {here.tensor}, where "
-                    f"rank {there.rank}, action {there.index} ({token}) expects the {there.tensor}",
+                    f"rank {there.rank}, action {there.at} ({token}) expects the {there.tensor}",
                 )
 
 
-def _walk(
-    plan: Plan, rank: int, sends: dict[Link, list[_Posted]], receives: dict[Link, list[_Posted]]
-) -> None:
+def _walk(plan: Plan, rank: int, sends: dict[Link, list[_Posted]], receives: dict[Link, list[_Posted]]) -> None:
     """One rank's list: transfers name their tensor's own ends, sends follow and receives precede their compute."""
     done: set[Action] = set()
     posted: dict[Action, int] = {}
@@ -62,7 +60,9 @@ def _walk(
         if action.peer != peer or peer == rank:
             raise refusal(plan, rank, index, f"the {tensor} goes from rank {src} to rank {dst}")
         if action in posted:
-            raise refusal(plan, rank, index, f"expected each transfer once, but action {posted[action]} is {action} too")
+            raise refusal(
+                plan, rank, index, f"expected each transfer once, but action {posted[action]} is {action} too"
+            )
         posted[action] = index
         link = link_of(rank, action)
         if action.op.is_send:
@@ -81,4 +81,4 @@ def _prove_matched(plan: Plan, sends: dict[Link, list[_Posted]], receives: dict[
             for post in posts:
                 if post.tensor not in known:
                     peer = link.dst if missing == "receives" else link.src
-                    raise refusal(plan, post.rank, post.index, f"rank {peer} never {missing} the {post.tensor}")
+                    raise refusal(plan, post.rank, post.at, f"rank {peer} never {missing} the {post.tensor}")

@@ -34,9 +34,7 @@ def prove_units(plan: Plan) -> None:
 
 
 def in_shape(shape: Shape, unit: Unit) -> bool:
-    return (
-        0 <= unit.microbatch < shape.m and 0 <= unit.slice < shape.n and 0 <= unit.chunk < shape.v
-    )
+    return 0 <= unit.microbatch < shape.m and 0 <= unit.slice < shape.n and 0 <= unit.chunk < shape.v
 
 
 def _units(shape: Shape) -> list[Unit]:

@@ -1,0 +1,23 @@
+"""A corpus, a tokenizer and a token file, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slimpipe.data import PreparedData, prepare
+
+
+@pytest.fixture(scope="session")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    """`python_stdlib`, whole, with a small vocabulary."""
+    return prepare("python_stdlib", 512, tmp_path_factory.mktemp("cache"), progress=False)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A text of some 30 KB with words enough for a few hundred tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"The square of {i} is {i * i}, and its cube is {i**3:,}.\n" for i in range(600)))
+    return path

@@ -26,7 +26,7 @@ from benchmarks import record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import prepare_process, start_processes
 from slimpipe.plan.flops import step_flops
-from slimpipe.plan.memory import kv_gradient_bytes, microbatch_bytes
+from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.schedule import equal_costs, simulate
 from slimpipe.train.session import Session
@@ -111,6 +111,8 @@ def worker(case: dict[str, Any], steps: int) -> None:
         if processes.rank == 0:
             print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
     mine = memory(config, session, held)
+    if case.get("profile"):
+        profile(session, tokens, processes.rank)
     everyone: list[Any] = [None] * processes.world
     dist.all_gather_object(everyone, mine)
     watchdog.stop()
@@ -138,6 +140,18 @@ def worker(case: dict[str, Any], steps: int) -> None:
     dist.destroy_process_group()
 
 
+def profile(session: Session, tokens: torch.Tensor, rank: int) -> None:
+    """One more step under torch's profiler; rank 0 prints its kernels by total time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as found:
+        session.train_step(tokens[:, :-1], tokens[:, 1:])
+    if rank == 0:
+        rows = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+        rows.sort(key=lambda event: -event.self_device_time_total)
+        for event in rows[:40]:
+            print(f"PROFILE {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x {event.key[:110]}", flush=True)
+
+
 def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     """Measured activation memory of this rank, K and V included, and what the formula says, in GiB.
 
@@ -156,11 +170,15 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     unit = whole * layers / model.layers / shape.v / shape.n
     expected = unit * session.peak_units
     measured = peak - held + kv
+    # What a block keeps outside the slots, as the warm-up counted it, against the formula.
+    kept = layer_bytes_per_token(model, config.memory.recompute)
+    block = (sum(kept.values()) - kept["k, v"]) * tokens // shape.n
     return {
         "activation_gib": measured / GIB,
         "expected_gib": expected / GIB,
         "activation_error": measured / expected - 1,
         "peak_units": session.peak_units,
+        "unit_error": session.unit_bytes / (block * max(len(stage.layers) for stage in session.stages)) - 1,
         "kv_gib": kv / GIB,
         "dkv_gib": dkv / GIB,
         "held_gib": held / GIB,
@@ -181,6 +199,7 @@ def run_case(name: str, case: dict[str, Any], ranks: int, steps: int, limit: int
             error = (expired.stderr or b"").decode() if isinstance(expired.stderr, bytes) else expired.stderr or ""
             error += f"\nstopped after {limit} s"
     print(error[-6000:], file=sys.stderr, flush=True)
+    print("\n".join(line for line in output.splitlines() if line.startswith("PROFILE")), flush=True)
     for line in output.splitlines():
         if line.startswith("ROW "):
             found: dict[str, Any] = json.loads(line.removeprefix("ROW "))
@@ -196,6 +215,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, by total time")
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -204,7 +224,7 @@ def main() -> None:
         return
     rows = []
     for name in options.only or CASES:
-        case = CASES[name] | {"layers": options.layers}
+        case = CASES[name] | {"layers": options.layers, "profile": options.profile}
         row = {"case": name, **case} | run_case(name, case, options.ranks, options.steps, options.limit)
         row |= record.circumstances("python -m benchmarks.pipeline " + " ".join(sys.argv[1:]))
         record.append(options.results, row)

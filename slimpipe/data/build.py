@@ -103,12 +103,12 @@ def _find(folder: Path, vocab_size: int) -> PreparedData | None:
 def _build(corpus: Corpus, vocab_size: int, folder: Path, progress: bool) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as display:
-        training = display.add_task(f"data: learning {vocab_size} tokens from {corpus.name}", total=None)
+        training = display.add_task(f"data: learning {vocab_size} tokens", total=None)
         tokenizer = train_tokenizer(_sample(corpus), vocab_size, corpus.name)
         display.update(training, total=1, completed=1)
         tokenizer.save(_tokenizer_path(folder))
 
-        encoding = display.add_task(f"data: encoding {corpus.size / 1e6:.1f} MB", total=corpus.size)
+        encoding = display.add_task(f"data: encoding {corpus.size / 1e6:.1f} MB of text", total=corpus.size)
         with TokenWriter(_tokens_path(folder), vocab_size, corpus.name) as writer:
             for tokens, size in _encode(corpus, tokenizer):
                 writer.append(tokens)

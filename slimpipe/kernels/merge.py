@@ -56,7 +56,8 @@ def merge(
     if implementation == "cpp" or (implementation == "auto" and on_cpu and extension_available()):
         out, lse = torch.ops.slimpipe.merge_lse(list(outs_BsHD), list(lses_BHs))
         return out, lse
-    return _merge_in_torch(list(outs_BsHD), list(lses_BHs))
+    out = torch.empty(outs_BsHD[0].shape, dtype=outs_BsHD[0].dtype, device=outs_BsHD[0].device)
+    return out, _merge_into(list(outs_BsHD), list(lses_BHs), out)
 
 
 def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,12 @@ def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> 
     return out_BsHD.to(dtype), lse_BHs.contiguous()
 
 
-_merge_in_torch = fused(merge_reference)
+@fused
+def _merge_into(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> Tensor:
+    """`merge_reference` into a given output: what a compiled function returns has whatever strides the compiler likes."""
+    merged_BsHD, lse_BHs = merge_reference(outs_BsHD, lses_BHs)
+    out_BsHD.copy_(merged_BsHD)
+    return lse_BHs
 
 
 @functools.cache

@@ -44,6 +44,8 @@ def prepare_process(config: Config) -> None:
     """Sets what must be set before this process first uses a GPU."""
     # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Each link has a group of its own, so that torch's serialising of a group's transfers is what is wanted.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -51,6 +51,16 @@ class MasterAdamW:
             if self.masters[name] is not parameter
         ]
 
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Makes the moments now, by an update of nothing at rate 0: later they would take what the activations need."""
+        for parameter in self._parameters.values():
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self.step(0.0)
+        for state in self._adamw.state.values():
+            state["step"].zero_()
+
     @staticmethod
     def _master(parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype in (torch.float32, torch.float64):
@@ -70,10 +80,9 @@ class MasterAdamW:
             torch._foreach_copy_([low for low, _ in self._lowered], [master.data for _, master in self._lowered])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by layout-free name: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`; empty before the first step."""
-        found = {}
-        for name, master in self.masters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in self._adamw.state[master]:
-                    found[f"{name}.{key}"] = self._adamw.state[master][key]
-        return found
+        """Moments by layout-free name: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`."""
+        return {
+            f"{name}.{key}": self._adamw.state[master][key]
+            for name, master in self.masters.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }

@@ -7,6 +7,8 @@ sequence through one block of each chunk, on its own, with the shapes and pasts 
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -22,6 +24,8 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
     Gradients land in `main_grad` like any; the caller clears them. Allocates every layer's KV slots on the way. Returns the
     bytes that one unit keeps for its backward in the largest chunk (0 on the CPU, where they are not counted).
     """
+    # The first GEMM of a backward thread says so once; it is set up here on purpose.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     largest = 0
     for chunk, stage in enumerate(engine.stages):
         engine.progress.now(f"warming up chunk {chunk}")

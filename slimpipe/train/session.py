@@ -228,14 +228,13 @@ class Session:
         return group if self.rank in (0, self.shape.p - 1) else None
 
     def _warm_up(self) -> None:
-        unit_bytes = warm_up(
+        self.unit_bytes = warm_up(
             self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
         )
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
-            units = check(self.plan).units[self.rank]
-            reserve(unit_bytes, units, self.device)
+            reserve(self.unit_bytes, check(self.plan).units[self.rank], self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -88,7 +88,7 @@ def test_digest_is_of_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data.corpus = nowhere: no such file or folder; use a path or python_stdlib$"):
+    with pytest.raises(DataError, match=r"^data.corpus = nowhere: no such file or folder; use a path or python_std"):
         open_corpus("nowhere")
     with pytest.raises(DataError, match=r"no text found in .*; a folder is searched for .md, .py, .txt files$"):
         open_corpus(str(tmp_path))

@@ -142,10 +142,13 @@ def report_gradients(rank: int, world: int, case: Case, mutation: str | None) ->
     with mutated(mutation):
         session = Session(config_of(case))
         roughen(session.weights())
-        loss = session.step_gradients(*batch_of(case))
-    return RankReport(
-        loss, copies(session.weights()), copies(session.gradients()), session.peak_units, session.peak_kv_slots
-    )
+        return report(session, session.step_gradients(*batch_of(case)))
+
+
+def report(session: Session, loss: float) -> RankReport:
+    """What the session's last step left behind."""
+    weights, gradients = copies(session.weights()), copies(session.gradients())
+    return RankReport(loss, weights, gradients, session.peak_units, session.peak_kv_slots)
 
 
 def roughen(weights: Mapping[str, Tensor]) -> None:

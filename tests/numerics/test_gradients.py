@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from slimpipe.schedule import check, equal_costs, simulate
-from slimpipe.train.session import make_plan
-from tests.numerics.harness import RankReport, case, config_of, discrepancies, run_case
+from slimpipe.train.session import Session, make_plan
+from tests.numerics.harness import (
+    RankReport,
+    batch_of,
+    case,
+    config_of,
+    discrepancies,
+    report,
+    report_gradients,
+    run_case,
+)
 from tests.numerics.mutations import MUTATIONS
 from tests.support.cover import Case, all_supported
 from tests.support.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def reports(pool: Callable[[int], Pool]) -> Callable[[Case], list[RankReport]]:
-    """Each case's reports; it runs once, however many tests look at them."""
-    known: dict[Case, list[RankReport]] = {}
-
-    def of(case: Case) -> list[RankReport]:
-        if case not in known:
-            known[case] = run_case(pool, case)
-        return known[case]
-
-    return of
 
 
 @pytest.mark.parametrize("case", all_supported(), ids=str)
@@ -74,3 +71,35 @@ def test_the_comparison_sees_a_deliberate_mistake(name: str, pool: Callable[[int
 def test_the_cases_of_the_mistakes_are_right_without_them(pool: Callable[[int], Pool]) -> None:
     for sound in set(BROKEN.values()):
         assert discrepancies(sound, run_case(pool, sound)) == []
+
+
+def test_a_run_without_a_process_group_is_the_plain_run(pool: Callable[[int], Pool]) -> None:
+    plain = case(n=4, m=2, mask="ragged", tied=True)
+    (grouped,) = run_case(pool, plain)
+    alone = report_gradients(0, 1, plain, None)
+    assert alone.loss == grouped.loss
+    assert all(torch.equal(alone.gradients[name], grouped.gradients[name]) for name in grouped.gradients)
+
+
+def test_a_second_step_forgets_the_first(pool: Callable[[int], Pool]) -> None:
+    """Gradients, KV slots and their accumulators start anew: another batch in between leaves no trace."""
+    for layout in (case(pp=2, n=4, m=2), case(pp=2, v=2, n=2, m=4, tied=True)):
+        for first, second in pool(2).run(step_twice, layout):
+            assert first.loss == second.loss
+            assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+            assert (first.peak_units, first.peak_kv_slots) == (second.peak_units, second.peak_kv_slots)
+
+
+def step_twice(rank: int, world: int, case: Case) -> tuple[RankReport, RankReport]:
+    session = Session(config_of(case))
+    tokens, labels = batch_of(case)
+    first = report(session, session.step_gradients(tokens, labels))
+    session.step_gradients(tokens.flip(1), labels.flip(1))
+    return first, report(session, session.step_gradients(tokens, labels))
+
+
+def test_a_batch_without_a_valid_token_is_refused() -> None:
+    session = Session(config_of(case()))
+    tokens, labels = batch_of(case())
+    with pytest.raises(ValueError, match="masked"):
+        session.step_gradients(tokens, torch.full_like(labels, -100))

@@ -130,7 +130,7 @@ def test_the_plain_run_takes_the_steps_of_torchs_adamw_on_the_reference(
     assert plain[tied].rates == pytest.approx(rates)
     assert plain[tied].losses == pytest.approx(losses, rel=1e-5)
     assert plain[tied].norms == pytest.approx(norms, rel=1e-5)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0] - 0.1  # the steps were large enough to be told apart
     for name, weight in weights.items():
         assert relative_error(plain[tied].last[name], weight) < 1e-5, name
 

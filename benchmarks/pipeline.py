@@ -1,7 +1,8 @@
-"""The 16-layer Llama-8B-shaped model of FACTS.md section 3 through the pipeline: MFU, memory against the formula, bubble.
+"""The 16-layer Llama-8B-shaped model of FACTS.md section 3 through the pipeline: MFU, memory against the formula,
+bubble.
 
-    python -m benchmarks.pipeline                 # every case, one torchrun job each; rows in benchmarks/results/pipeline.jsonl
-    python -m benchmarks.pipeline --only 64k-n16
+    python -m benchmarks.pipeline                 # every case, one torchrun job each; rows in
+    benchmarks/results/pipeline.jsonl python -m benchmarks.pipeline --only 64k-n16
 
 A case that fails or runs out of time is recorded with its reason, and the next one starts.
 """
@@ -97,7 +98,12 @@ def worker(case: dict[str, Any], steps: int) -> None:
     progress = Progress()
     session: Session | None = None
     watchdog = Watchdog(
-        progress, 90, processes.rank, processes.world, processes.store, lambda: session and session.clock.unfinished()
+        progress,
+        90,
+        processes.rank,
+        processes.world,
+        processes.store,
+        lambda: session.clock.unfinished() if session is not None else None,
     )
     started = time.perf_counter()
     session = Session(config, processes.device, progress)
@@ -149,14 +155,16 @@ def profile(session: Session, tokens: torch.Tensor, rank: int) -> None:
         rows = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
         rows.sort(key=lambda event: -event.self_device_time_total)
         for event in rows[:40]:
-            print(f"PROFILE {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x {event.key[:110]}", flush=True)
+            print(
+                f"PROFILE {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x {event.key[:110]}", flush=True
+            )
 
 
 def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     """Measured activation memory of this rank, K and V included, and what the formula says, in GiB.
 
-    `held` is what was allocated between steps: weights, gradients, optimizer, KV slots with their dK, dV. Measured is the
-    step's peak over that, plus the slots' K and V (the formula counts them).
+    `held` is what was allocated between steps: weights, gradients, optimizer, KV slots with their dK, dV. Measured is
+    the step's peak over that, plus the slots' K and V (the formula counts them).
     """
     shape, model, tokens = session.shape, config.model, config.data.sequence_length * config.train.micro_batch
     peak = torch.cuda.max_memory_allocated()

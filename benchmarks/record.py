@@ -19,7 +19,9 @@ def circumstances(command: str) -> dict[str, str]:
     """Machine, versions, commit, date, command. SLIMPIPE_COMMIT names the commit where there is no git checkout."""
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
-        versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}"
+        versions = (
+            f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}"
+        )
     else:
         machine = f"{os.cpu_count()} CPU cores, {platform.machine()}"
         versions = f"torch {torch.__version__}"

@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (dx,) = ctx.saved_tensors
         # The weight's part is final once the forward has run: the caller's gradient of the loss must be 1.
         return dx, ctx.dw, None, None, None
@@ -69,4 +69,4 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, scale: 
     hidden [b, s, H], weight [V, H], labels [b, s] int64 already shifted, scale [] fp32 -> [] in scale's dtype.
     Gradients are made in the forward, so `backward` takes the loss's own gradient to be 1. `chunk` tokens at a time.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk)  # type: ignore[no-untyped-call, no-any-return]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk)

@@ -17,7 +17,7 @@ class _Linear(torch.autograd.Function):
         return x @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = g @ weight if ctx.needs_input_grad[0] else None
         dw = matrix_gradient(weight, g, x) if ctx.needs_input_grad[1] else None
@@ -26,4 +26,4 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [.., in], weight [out, in] -> [.., out]."""
-    return _Linear.apply(x, weight)  # type: ignore[no-untyped-call, no-any-return]
+    return _Linear.apply(x, weight)

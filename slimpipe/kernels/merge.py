@@ -83,7 +83,7 @@ def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> 
 
 @fused
 def _merge_into(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> Tensor:
-    """`merge_reference` into a given output: what a compiled function returns has whatever strides the compiler likes."""
+    """`merge_reference` into a given output: what a compiled function returns has the strides its compiler likes."""
     merged_BsHD, lse_BHs = merge_reference(outs_BsHD, lses_BHs)
     out_BsHD.copy_(merged_BsHD)
     return lse_BHs

@@ -47,7 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
         dx, dweight = rms_norm_backward(g, x, rstd, weight)
         return dx, vector_gradient(weight, dweight), None
@@ -61,7 +61,7 @@ class _NormLinear(torch.autograd.Function):
         return y @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, norm_weight, weight, y = ctx.saved_tensors
         if y is None:
             y = rms_norm_again(x, rstd, norm_weight)
@@ -73,7 +73,7 @@ class _NormLinear(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., H], weight [H] -> x / sqrt(mean(x^2) + eps) * weight, [.., H]."""
-    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+    return _RMSNorm.apply(x, weight, eps)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, recompute: bool) -> Tensor:
@@ -81,4 +81,4 @@ def norm_linear(x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, reco
 
     With `recompute` the normalised x is not kept for the backward but made again there (bitwise the same).
     """
-    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute)  # type: ignore[no-untyped-call, no-any-return]
+    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute)

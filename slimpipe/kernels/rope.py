@@ -15,8 +15,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
     """Frequencies theta^(-2i/d), [head_dim / 2] fp32, with the scaling that `model.rope_scaling` asks for.
 
     `linear` divides every frequency by `factor`. `llama3` (the Llama 3.1 release) divides those whose wavelength is
-    longer than original_max_position / low_freq_factor, keeps those shorter than original_max_position / high_freq_factor
-    and interpolates between. Raises ValueError for another type.
+    longer than original_max_position / low_freq_factor, keeps those shorter than original_max_position /
+    high_freq_factor and interpolates between. Raises ValueError for another type.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = theta**-exponent
@@ -53,11 +53,11 @@ class _Rope(torch.autograd.Function):
         return rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotate(g, cos, -sin), None, None
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [b, s, heads, d], (cos, sin) from `rope_table` -> [b, s, heads, d]. Its backward keeps no x."""
-    return _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call, no-any-return]
+    return _Rope.apply(x, cos, sin)

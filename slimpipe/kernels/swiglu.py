@@ -40,7 +40,7 @@ class _SwiGLULinear(torch.autograd.Function):
         return product @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weight, product = ctx.saved_tensors
         if product is None:
             product = swiglu_forward(gate_up)
@@ -51,4 +51,4 @@ class _SwiGLULinear(torch.autograd.Function):
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, recompute: bool) -> Tensor:
     """(silu(gate) * up) W^T: gate_up [.., 2 I] with gate first, weight [H, I] -> [.., H]."""
-    return _SwiGLULinear.apply(gate_up, weight, not recompute)  # type: ignore[no-untyped-call, no-any-return]
+    return _SwiGLULinear.apply(gate_up, weight, not recompute)

@@ -18,8 +18,8 @@ def main_grad(parameter: Tensor) -> Tensor | None:
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
     """acc [M, N] += a [K, M]^T @ b [K, N], the product taken and added in acc's precision.
 
-    On a GPU with bf16 inputs this is one GEMM whose epilogue adds into fp32 (FACTS.md section 2: 663 TFLOP/s against 523
-    for a GEMM and an add). The CPU has no such GEMM: there the inputs are widened first.
+    On a GPU with bf16 inputs this is one GEMM whose epilogue adds into fp32 (FACTS.md section 2: 663 TFLOP/s against
+    523 for a GEMM and an add). The CPU has no such GEMM: there the inputs are widened first.
     """
     if a.dtype == acc.dtype:
         acc.addmm_(a.T, b)

@@ -70,12 +70,16 @@ def build_model(config: Config) -> nn.Module:
         model = _model_class(name)(config)
     for attribute in ("embedding", "layers", "head"):
         if not isinstance(getattr(model, attribute, None), nn.Module):
-            raise ValueError(f"model.name = {name}: the model has no module `{attribute}`; see slimpipe/models/contract.py")
+            raise ValueError(
+                f"model.name = {name}: the model has no module `{attribute}`; see slimpipe/models/contract.py"
+            )
     for attribute in ("embedding", "head"):
         if not isinstance(getattr(getattr(model, attribute), "weight", None), nn.Parameter):
             raise ValueError(f"model.name = {name}: `{attribute}` has no parameter `weight` of shape [vocab, hidden]")
     if len(model.layers) != config.model.layers:
-        raise ValueError(f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree")
+        raise ValueError(
+            f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree"
+        )
     return model
 
 
@@ -89,4 +93,4 @@ def _model_class(name: str) -> Callable[[Config], Any]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model.name = {name}: {error}; use llama or an importable package.module:Class") from error
-    return found  # type: ignore[no-any-return]
+    return found

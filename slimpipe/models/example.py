@@ -29,11 +29,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
         model, y = self.model, self.norm(x)
-        q, k, v = self.qkv(y).unflatten(-1, (-1, model.head_dim)).split((model.heads, model.kv_heads, model.kv_heads), 2)
+        q, k, v = (
+            self.qkv(y).unflatten(-1, (-1, model.head_dim)).split((model.heads, model.kv_heads, model.kv_heads), 2)
+        )
         frequencies = inverse_frequencies(model.head_dim, model.rope_theta, None, x.device)
         cos, sin = slice.memo("rope", lambda: rope_table(slice.positions, frequencies))
         attention = self.out(slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v).flatten(2))
-        return x + attention + self.down(nn.functional.gelu(self.up(y)))  # type: ignore[no-any-return]
+        return x + attention + self.down(nn.functional.gelu(self.up(y)))
 
 
 class Head(nn.Module):
@@ -45,7 +47,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 class ParallelBlocks(nn.Module):

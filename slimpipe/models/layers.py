@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, and the output projection `weight` [V, H] that the loss uses. `tie_to` shares an embedding's weight."""
+    """Final norm, and the output projection `weight` [V, H] for the loss. `tie_to` shares an embedding's weight."""
 
     def __init__(self, vocabulary: int, size: int, eps: float, tie_to: Embedding | None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocabulary, size)) if tie_to is None else tie_to.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 def project_normed(x: Tensor, norm: RMSNorm, projection: Linear, recompute: bool) -> Tensor:

@@ -35,7 +35,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = slice.memo("rope", lambda: self._rope_table(slice.positions))
         out = slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
-        return self.output(out.flatten(2))  # type: ignore[no-any-return]
+        return self.output(out.flatten(2))
 
     def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         model = self.settings
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
         x = x + self.attention(x, self.attention_norm, slice)
-        return x + self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+        return x + self.mlp(x, self.mlp_norm)
 
 
 class Llama(nn.Module):

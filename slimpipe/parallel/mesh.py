@@ -34,8 +34,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
         raise ValueError("train.device = cuda: no GPU found; use train.device = cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"train.device = {name}: process {local_rank} of this node has no GPU of its own ({torch.cuda.device_count()} "
-            "found); start fewer processes a node"
+            f"train.device = {name}: process {local_rank} of this node has no GPU of its own "
+            f"({torch.cuda.device_count()} found); start fewer processes a node"
         )
     return torch.device("cuda", local_rank)
 

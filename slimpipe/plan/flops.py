@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, as MFU counts them: forward once, backward twice that, recomputation not at all."""
+"""Floating-point operations of a model, as MFU counts them: forward once, backward twice, recomputation never."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def layer_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
     """(GEMM, attention) forward operations of one layer for one token, a multiply and an add counted as two.
 
-    Attention is causal, so a token meets (S + 1) / 2 keys on average; the score and the value product each take 2 d a key and
-    head.
+    Attention is causal, so a token meets (S + 1) / 2 keys on average; the score and the value product each take 2 d a
+    key and head.
     """
     q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     weights = model.hidden_size * (2 * q_width + 2 * kv_width + 3 * model.intermediate_size)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def layer_bytes_per_token(model: ModelConfig, recompute: str, element: int = 2) -> dict[str, int]:
-    """What one layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2 for bf16).
+    """What one layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2 for
+    bf16).
 
     K and V lie in the KV slots and are counted here. Statistics are fp32. `recompute` is none or norms.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from slimpipe.schedule.transfers import kind_of, link_of
 class Batch:
     """One step's data on this rank; every rank holds all of it.
 
-    tokens, labels [m, b, S] int64, labels already shifted and -100 where not counted; scale [] fp32, 1 / valid tokens of
-    the whole global batch.
+    tokens, labels [m, b, S] int64, labels already shifted and -100 where not counted; scale [] fp32, 1 / valid tokens
+    of the whole global batch.
     """
 
     tokens: Tensor
@@ -208,7 +209,12 @@ class Engine:
         self.kv_slots[unit.chunk].down()
 
     def _check_empty(self) -> None:
-        left = {"units": self._saved, "receives": self._receives, "outputs": self._outputs, "inputs": self._handed}
+        left: dict[str, Mapping[Any, Any]] = {
+            "units": self._saved,
+            "receives": self._receives,
+            "outputs": self._outputs,
+            "inputs": self._handed,
+        }
         for what, found in left.items():
             if found:
                 raise RuntimeError(f"rank {self.rank}: {what} left over at the end of the step: {list(found)}")

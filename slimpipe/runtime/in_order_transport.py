@@ -1,8 +1,8 @@
 """A transport between threads of one process that keeps NCCL's rule, for tests without GPUs (DESIGN.md section 8).
 
-gloo matches messages by tag and never shows an order that would hang NCCL. Here the operations of one communicator run, on
-each rank, in the order in which they were posted: a transfer takes place only when both of its ends are at the head of
-their queues. When every rank waits, all of them are told what each waits for.
+gloo matches messages by tag and never shows an order that would hang NCCL. Here the operations of one communicator
+run, on each rank, in the order in which they were posted: a transfer takes place only when both of its ends are at
+the head of their queues. When every rank waits, all of them are told what each waits for.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class InOrderWorld:
 
     def _look_for_deadlock(self) -> None:
         blocked = {rank for rank, operation in self._waiting.items() if not operation.done}
-        if blocked and len(blocked | self._finished) == self.ranks:
+        if self._stuck is None and blocked and len(blocked | self._finished) == self.ranks:
             self._stuck = "; ".join(str(self._waiting[rank]) for rank in sorted(blocked))
             self._changed.notify_all()
 

@@ -78,7 +78,8 @@ class LayerSlots:
     def total_gradient(self, place: SlicePlace, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """A slice's own (causal) part plus what later slices have added, rounded once to the compute dtype.
 
-        Complete when it is read, because backwards come in reverse slice order. A sequence's last slice has no later one.
+        Complete when it is read, because backwards come in reverse slice order. A sequence's last slice has no later
+        one.
         """
         if place.last:
             return dk, dv

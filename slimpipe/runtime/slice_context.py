@@ -27,7 +27,9 @@ class SliceContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer not in self._slots:
             held = ", ".join(map(str, self._slots))
-            raise ValueError(f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index")
+            raise ValueError(
+                f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index"
+            )
         return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend)
 
     def memo(self, key: str, make: Callable[[], T]) -> T:

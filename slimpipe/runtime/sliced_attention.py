@@ -34,7 +34,7 @@ class _SlicedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse = ctx.saved_tensors
         slots, place, backend = ctx.slots, ctx.place, ctx.backend
         dout = dout.contiguous()
@@ -64,4 +64,4 @@ def sliced_attention(
     `place.slot`; the past is read from `place.past`. Forwards must come in ascending slice order and backwards in
     descending order, which the plan's checker proves.
     """
-    return _SlicedAttention.apply(q, k, v, slots, place, backend)  # type: ignore[no-untyped-call, no-any-return]
+    return _SlicedAttention.apply(q, k, v, slots, place, backend)

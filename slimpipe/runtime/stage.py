@@ -58,9 +58,9 @@ def build_stages(
 ) -> list[Stage]:
     """This rank's chunks, cut out of `model` (on the meta device), with memory and first values.
 
-    `placement[g]` are stage g's layers. A parameter's first values depend on `seed` and its name alone, so they are the
-    same in every layout (on one kind of device). A weight tied between first and last stage exists on both ranks, with the
-    same values; on one rank it is one parameter.
+    `placement[g]` are stage g's layers. A parameter's first values depend on `seed` and its name alone, so they are
+    the same in every layout (on one kind of device). A weight tied between first and last stage exists on both ranks,
+    with the same values; on one rank it is one parameter.
     """
     names = parameter_names(model)
     made: dict[nn.Parameter, nn.Parameter] = {}

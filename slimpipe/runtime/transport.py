@@ -17,7 +17,7 @@ from torch import Tensor
 from slimpipe.schedule import Link
 
 SEND_WINDOW = 2
-"""Sends of one link that may be under way at once. The plan's replay (schedule.replay_in_order) proves this is enough."""
+"""Sends of one link that may be under way at once. `schedule.replay_in_order` proves that a plan needs no more."""
 
 
 class Receive(Protocol):
@@ -29,7 +29,7 @@ class Receive(Protocol):
 
 
 class Transport(Protocol):
-    """Point-to-point transfers between pipeline ranks, in order on each link. Every tensor has the shape given at creation."""
+    """Point-to-point transfers between pipeline ranks, in order on each link. All tensors have one shape."""
 
     def post_receive(self, link: Link) -> Receive:
         """Starts a receive; the host does not wait."""
@@ -56,8 +56,8 @@ class _PostedReceive:
 class DistributedTransport:
     """torch.distributed point-to-point, gloo or NCCL, one group a directed link.
 
-    `ranks[r]` is pipeline rank r's global rank. Creation is collective over all processes of the default group: everyone
-    must pass the same links, in the same order (non-members take part only in name).
+    `ranks[r]` is pipeline rank r's global rank. Creation is collective over all processes of the default group:
+    everyone must pass the same links, in the same order (non-members take part only in name).
     """
 
     def __init__(

@@ -21,8 +21,9 @@ from slimpipe.runtime.stage import Stage
 def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
     """Forward and backward of one sequence of noise through one block a chunk, the embedding and the head.
 
-    Gradients land in `main_grad` like any; the caller clears them. Allocates every layer's KV slots on the way. Returns the
-    bytes that one unit keeps for its backward in the largest chunk (0 on the CPU, where they are not counted).
+    Gradients land in `main_grad` like any; the caller clears them. Allocates every layer's KV slots on the way.
+    Returns the bytes that one unit keeps for its backward in the largest chunk (0 on the CPU, where they are not
+    counted).
     """
     # The first GEMM of a backward thread says so once; it is set up here on purpose.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
@@ -69,8 +70,8 @@ def _ends(
 def reserve(unit_bytes: int, units: int, device: torch.device) -> None:
     """Takes `units` units' worth of activation memory from the driver in one piece and leaves it to the allocator.
 
-    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. Takes no more than what is
-    free, less a twentieth.
+    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. Takes no more than
+    what is free, less a twentieth.
     """
     if device.type != "cuda":
         return

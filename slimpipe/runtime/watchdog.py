@@ -1,8 +1,8 @@
 """Names each rank's current action when nothing moves, and ends the job.
 
-A hang in a pipeline shows on every rank at once, and only one of them is to blame. Each rank's watchdog is a thread. The
-first to see no progress raises an alarm in the job's store; every rank answers with what it is doing; one prints the
-table. A rank that does not answer is named too: its process is gone, or holds the interpreter's lock.
+A hang in a pipeline shows on every rank at once, and only one of them is to blame. Each rank's watchdog is a thread.
+The first to see no progress raises an alarm in the job's store; every rank answers with what it is doing; one prints
+the table. A rank that does not answer is named too: its process is gone, or holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Watchdog:
         seconds: float,
         rank: int,
         world: int,
-        store: dist.Store | None,
+        store: dist.TCPStore | None,
         device_doing: Callable[[], str | None],
         leave: Callable[[int], None] = os._exit,
     ) -> None:
@@ -77,7 +77,11 @@ class Watchdog:
             return False
 
     def _report(self, stalled: float) -> None:
-        message = {"doing": self._progress.doing, "device": self._device_doing(), "seconds": round(stalled, 1)}
+        message: dict[str, object] = {
+            "doing": self._progress.doing,
+            "device": self._device_doing(),
+            "seconds": round(stalled, 1),
+        }
         if self._store is None:
             self._print({0: message})
         else:
@@ -114,7 +118,9 @@ class Watchdog:
         return found
 
     def _print(self, reports: dict[int, dict[str, object] | None]) -> None:
-        lines = [f"watchdog: no progress for {self._seconds:g} s (train.watchdog_seconds); every rank's current action:"]
+        lines = [
+            f"watchdog: no progress for {self._seconds:g} s (train.watchdog_seconds); every rank's current action:"
+        ]
         for rank, report in sorted(reports.items()):
             if report is None:
                 lines.append(f"  rank {rank}: no answer (its process is gone or stuck outside Python)")

@@ -34,7 +34,7 @@ def one_per_link(kind: Kind, src: int, dst: int) -> Hashable:
 class Report:
     """What a replay saw: transfers by link, and each rank's most receives and sends under way at once.
 
-    The counts of sends and receives are upper bounds: the replay lets a rank run ahead as far as the rules allow.
+    The counts of sends and receives are those of the one interleaving of ranks that was replayed; others may differ.
     """
 
     transfers: dict[Link, int]
@@ -56,9 +56,10 @@ def replay_in_order(plan: Plan, *, send_window: int = 2, communicator: Communica
 def least_send_window(plan: Plan, communicator: Communicator = one_per_link) -> int:
     """The smallest `send_window` under which a lowered plan runs to its end.
 
-    1 or 2 where the groups of slices are as long as the pipeline. A longer group (slimpipe with v > 1 where p does not
-    divide n: G > p) comes round to rank 0 while that is still busy with the group's last G - p slices; they lie in
-    rank p-1's send buffers, and with fewer of those than G - p both ranks wait for each other.
+    1 in the schedules built so far, with one exception. Where p does not divide n, slimpipe's groups are longer than
+    the pipeline (G > p). With v > 1 such a group comes round to rank 0 while that is still busy with the group's last
+    G - p slices: that many tensors lie in rank p-1's send buffers, and under a smaller window both ranks wait for each
+    other.
     Raises PlanError where the plan does not run under any window.
     """
     high = max(map(len, plan.ranks))

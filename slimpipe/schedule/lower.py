@@ -75,8 +75,8 @@ def _receives_before(plan: Plan, rank: int, lookahead: int, sent: dict[Tensor, i
         receives.sort(key=lambda receive: sent[receive.tensor])
         place = due = 0
         for receive in receives:
-            # Never before the link's previous receive, so a tensor consumed early but sent late pushes no other back:
-            # it is the later ones that wait, or the lookahead that is too short.
+            # As early as the lookahead allows, but never before the receive of what the link carries first: the least
+            # places that keep its order. So where one comes out behind its consumer, no other choice would do.
             place = max(place, receive.consumer - lookahead)
             due = max(due, receive.consumer)
             if place > receive.consumer:

@@ -1,7 +1,8 @@
 """Checkpoints through torch.distributed.checkpoint, under names that do not depend on the layout.
 
-A checkpoint holds fp32 weights (`model.<name>`), the optimizer's moments (`optimizer.<name>.exp_avg`, `.exp_avg_sq`) and
-the number of steps done (`step`). It is written beside its place and renamed into it: a half-written one is never found.
+A checkpoint holds fp32 weights (`model.<name>`), the optimizer's moments (`optimizer.<name>.exp_avg`, `.exp_avg_sq`)
+and the number of steps done (`step`). It is written beside its place and renamed into it: a half-written one is never
+found.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def newest(run: Path) -> Path:
     """The run's checkpoint of the highest step. Raises CheckpointError where there is none."""
     found = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     if not found:
-        raise CheckpointError(f"{run}: no checkpoint in {run / 'checkpoints'}; give the folder of a finished run (train.output)")
+        raise CheckpointError(
+            f"{run}: no checkpoint in {run / 'checkpoints'}; give the folder of a finished run (train.output)"
+        )
     return found[-1]
 
 

@@ -37,10 +37,11 @@ def render(metrics_path: Path, width: int = 80, height: int = 16) -> str:
         return f"no losses in {metrics_path}"
     columns, rows = max(width - _LABEL - 2, 4), max(height - 3, 2)
     steps = list(losses)
-    low, high = min(losses.values()), max(losses.values())
-    dots = _trace(_resample(list(losses.values()), 2 * columns), low, high, 4 * rows)
+    drawn = _resample(list(losses.values()), 2 * columns)
+    low, high = min(drawn), max(drawn)
+    dots = _trace(drawn, 4 * rows)
 
-    lines = [f"loss {losses[steps[0]]:.4g} -> {losses[steps[-1]]:.4g} (lowest {low:.4g})"]
+    lines = [f"loss {losses[steps[0]]:.4g} -> {losses[steps[-1]]:.4g} (lowest {min(losses.values()):.4g})"]
     for row in range(rows):
         # The first, middle and last rows carry a number.
         value = high - (high - low) * row / (rows - 1)
@@ -71,10 +72,11 @@ def _resample(values: Sequence[float], count: int) -> list[float]:
     return result
 
 
-def _trace(values: Sequence[float], low: float, high: float, height: int) -> set[tuple[int, int]]:
-    """Dots (x, y), y downwards, of a connected line through `values`."""
+def _trace(values: Sequence[float], height: int) -> set[tuple[int, int]]:
+    """Dots (x, y), y downwards, of a connected line through `values`, scaled to the height."""
+    low, high = min(values), max(values)
     scale = (height - 1) / (high - low) if high > low else 0.0
-    dots = set()
+    dots: set[tuple[int, int]] = set()
     previous = round((high - values[0]) * scale)
     for x, value in enumerate(values):
         y = round((high - value) * scale)

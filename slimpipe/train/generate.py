@@ -69,8 +69,8 @@ def generate(
 ) -> str:
     """The prompt and its completion of up to `max_tokens` tokens.
 
-    Stops early at the end-of-text token and at the length the run was trained for. `temperature` 0 takes the likeliest token
-    each time; `top_k` 0 keeps all. Raises ValueError for a prompt longer than the trained length.
+    Stops early at the end-of-text token and at the length the run was trained for. `temperature` 0 takes the
+    likeliest token each time; `top_k` 0 keeps all. Raises ValueError for a prompt longer than the trained length.
     """
     place = pick_device(device, 0)
     config, stage = load_run(run, place)
@@ -84,7 +84,7 @@ def generate(
         )
     backend = select_backend("auto", place, DTYPES[config.train.dtype], False)
     room = min(max_tokens, config.data.sequence_length - len(tokens))
-    made = []
+    made: list[int] = []
     for token in _sample(stage, tokens, backend, place, temperature, top_k, seed):
         if token == end or len(made) == room:
             break
@@ -109,7 +109,7 @@ def _sample(
         positions = torch.arange(done, done + len(new), device=device)
         x = stage.forward(torch.tensor([new], device=device), CachedSlice(cache, positions, backend))
         assert stage.head is not None
-        logits = (stage.head(x[:, -1:])[0, 0] @ stage.head.weight.T).float().cpu()  # type: ignore[union-attr,operator]
+        logits = (stage.head(x[:, -1:])[0, 0] @ stage.head.weight.T).float().cpu()
         done += len(new)
         new = [_pick(logits, temperature, top_k, generator)]
         yield new[0]

@@ -110,12 +110,15 @@ def describe(config: Config, session: Session) -> str:
     """The lines shown before the first step: layout, placement of layers, schedule."""
     shape = session.shape
     counts = [len(layers) for layers in session.placement]
-    uneven = "" if len(set(counts)) == 1 else " (uneven: the layers do not divide by the stages, or the settings say so)"
+    uneven = (
+        "" if len(set(counts)) == 1 else " (uneven: the layers do not divide by the stages, or the settings say so)"
+    )
     parameters = sum(p.numel() for p in session.parameters.values())
     return "\n".join(
         [
             f"slimpipe: {config.pipeline.schedule}, pp {shape.p}, virtual stages {shape.v}, slices {shape.n}, "
-            f"microbatches {shape.m}; {session.device.type}, {config.train.dtype}, attention {session.engine.backend.name}",
+            f"microbatches {shape.m}; {session.device.type}, {config.train.dtype}, "
+            f"attention {session.engine.backend.name}",
             f"layers by stage: {counts}{uneven}",
             f"tokens a step: {config.train.global_batch * config.data.sequence_length:,}; "
             f"parameters on rank 0: {parameters:,}; peak units on rank 0: {max(session.engine.slots.capacity)} a chunk",

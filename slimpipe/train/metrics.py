@@ -35,4 +35,4 @@ def _event_writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'") from error
-    return SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"))

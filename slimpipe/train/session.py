@@ -80,6 +80,8 @@ class Session:
 
         self.progress.now("building the model")
         model = build_model(config)
+        # Asked before the stages are cut out: those take their own parameters off the whole model.
+        self._tied = _tied_name(model)
         self.stages = build_stages(
             model,
             self.placement,
@@ -92,7 +94,6 @@ class Session:
         )
         self.parameters = _parameters(self.stages)
         self.gradient_buffer = GradientBuffer(self.parameters)
-        self._tied = _tied_name(model)
         self._tied_group = self._make_tied_group()
         self._optimizer: MasterAdamW | None = None
         self.steps_done = 0
@@ -151,8 +152,8 @@ class Session:
     def step_gradients(self, tokens: Tensor, labels: Tensor) -> float:
         """Forward and backward of one global batch, no update. The loss, the same on every rank.
 
-        tokens, labels [global batch, S] int64 on any device; labels already shifted, -100 where not counted. The loss is the
-        mean over all valid tokens of the batch. Raises ValueError if there is none.
+        tokens, labels [global batch, S] int64 on any device; labels already shifted, -100 where not counted. The loss
+        is the mean over all valid tokens of the batch. Raises ValueError if there is none.
         """
         loss = self._run(tokens, labels)
         if self.group is not None:

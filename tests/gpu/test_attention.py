@@ -53,13 +53,11 @@ def errors(found: list[Tensor]) -> list[float]:
 
 @pytest.mark.parametrize("backend", [CudnnAttention(), FlashAttention()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0, 4, 1, 3]], ids=str)
-def test_sliced_attention_is_as_exact_as_one_kernel(
-    backend: AttentionBackend, order: list[int]
-) -> None:
+def test_sliced_attention_is_as_exact_as_one_kernel(backend: AttentionBackend, order: list[int]) -> None:
     plain, cut = errors(whole(backend, torch.bfloat16)), errors(sliced(backend, order))
     print(f"\n{backend.name} {order}: plain {[f'{e:.2e}' for e in plain]} sliced {[f'{e:.2e}' for e in cut]}")
-    # Sliced, each result is rounded once more than in one kernel: parts come out in bf16, and so does their sum. A rounding
-    # to bf16 is 1.66e-3 of a tensor's norm: sqrt(2.98^2 + 1.66^2) = 3.41e-3 for dK, measured 3.39e-3.
+    # Sliced, each result is rounded once more than in one kernel: parts come out in bf16, and so does their sum. A
+    # rounding to bf16 is 1.66e-3 of a tensor's norm: sqrt(2.98^2 + 1.66^2) = 3.41e-3 for dK, measured 3.39e-3.
     one_rounding = 1.66e-3
     for a, b in zip(cut, plain, strict=True):
         assert a <= 1.03 * (b * b + one_rounding * one_rounding) ** 0.5

@@ -1,7 +1,7 @@
 """bf16 gradients of the sliced engine on GPUs, against an fp32 reference, beside the plain unsliced bf16 run.
 
-The bounds are the project's: all gradients together at most 1.05 times the plain run's error, any tensor at most 1.3 times.
-Two GPUs run the pipeline over NCCL; with one, only pp = 1 runs.
+The bounds are the project's: all gradients together at most 1.05 times the plain run's error, any tensor at most 1.3
+times. Two GPUs run the pipeline over NCCL; with one, only pp = 1 runs.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_empty_lists_round_trip() -> None:
         ("1,F0.0@0", "1,F0.0", "line 4: action token 'F0.0'"),
         ("0,F0.0@0", "0, F0.0@0", "line 3: action token ' F0.0@0'"),
         ("B1.0@0\n1,", "B1.0@0,\n1,", "line 3: action token ''"),
-        ("0\n1,", "0\r\n1,", r"line 3: action token 'B1.0@0\\r'"),
+        ("0\n1,", "0\r\n1,", r"line 3: action token 'B1.0@0\r'"),
     ],
 )
 def test_errors_name_the_line(old: str, new: str, message: str) -> None:

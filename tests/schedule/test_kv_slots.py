@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from slimpipe.schedule import Action, Op, Plan, RankSlots, Shape, Unit, assign_kv_slots, build, supported
@@ -30,7 +32,7 @@ def test_steady_state_takes_what_the_last_backward_freed() -> None:
     plan = build("slimpipe", Shape(p=4, n=16, m=4))
     slots = slots_of(plan, 3)
     actions = plan.ranks[3]
-    for backward, forward in zip(actions, actions[1:], strict=False):
+    for backward, forward in pairwise(actions):
         if backward.op is Op.BACKWARD and forward.op is Op.FORWARD:
             assert slots.places[forward.unit].slot == slots.places[backward.unit].slot
 

@@ -133,7 +133,7 @@ def test_sliced_costs_average_out(n: int, share: float) -> None:
 
 
 def test_costs_refused() -> None:
-    with pytest.raises(PlanError, match="attention_share = 1.5"):
+    with pytest.raises(PlanError, match=r"attention_share = 1\.5"):
         sliced_costs(4, 1.5)
     with pytest.raises(PlanError, match="bandwidth > 0"):
         LinkCost(0.0, 0.0, 1)
@@ -143,7 +143,7 @@ def test_transfers_that_do_not_match_are_refused() -> None:
     plan = lower(build("gpipe", Shape(p=2, m=2)))
     receives = list(plan.ranks[1])
     receives[0], receives[1] = receives[1], receives[0]
-    with pytest.raises(PlanError, match="link F 0>1: .* meets the receive of"):
+    with pytest.raises(PlanError, match=r"link F 0>1: .* meets the receive of"):
         simulate(Plan(plan.name, plan.shape, (plan.ranks[0], tuple(receives))), equal_costs())
 
 

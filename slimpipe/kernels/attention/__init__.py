@@ -19,8 +19,8 @@ __all__ = ["AttentionBackend", "CudnnAttention", "FlashAttention", "PlainAttenti
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, deterministic: bool) -> AttentionBackend:
     """The backend called `name` (auto, plain, flash, cudnn) for tensors of this device and dtype.
 
-    `auto` is plain on the CPU and for fp32, and on a GPU cuDNN, or ATen flash where `deterministic` is asked for (cuDNN's
-    backward is not). Raises ValueError, naming `train.attention`, where the named backend cannot run.
+    `auto` is plain on the CPU and for fp32, and on a GPU cuDNN, or ATen flash where `deterministic` is asked for
+    (cuDNN's backward is not). Raises ValueError, naming `train.attention`, where the named backend cannot run.
     """
     half_on_gpu = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if name == "auto":
@@ -34,5 +34,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, determin
     if name == "cudnn" and not deterministic:
         return CudnnAttention()
     if name == "cudnn":
-        raise ValueError("train.attention = cudnn: its backward is not deterministic; use flash or train.deterministic = false")
+        raise ValueError(
+            "train.attention = cudnn: its backward is not deterministic; use flash or train.deterministic = false"
+        )
     raise ValueError(f"train.attention = {name}: must be auto, plain, flash or cudnn")

@@ -10,8 +10,9 @@ from torch import Tensor
 class AttentionBackend(Protocol):
     """One block of attention, softmax(q k^T / sqrt(d)) v, and its backward.
 
-    Shapes: q, out, dout [b, s, heads, d]; k, v [b, t, kv_heads, d] with heads a multiple of kv_heads, unexpanded, strided
-    views of a larger buffer allowed; lse [b, heads, s] fp32. `causal` needs s = t and masks the upper triangle.
+    Shapes: q, out, dout [b, s, heads, d]; k, v [b, t, kv_heads, d] with heads a multiple of kv_heads, unexpanded,
+    strided views of a larger buffer allowed; lse [b, heads, s] fp32. `causal` needs s = t and masks the upper
+    triangle.
     """
 
     name: str
@@ -25,7 +26,7 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the out and lse merged over ALL blocks of the query.
 
-        With the merged lse, exp(score - lse) is the block's share of the whole softmax, and the merged out gives the whole
-        row's sum of dout * out: both are what the full backward uses, so the parts of dq add up exactly.
+        With the merged lse, exp(score - lse) is the block's share of the whole softmax, and the merged out gives the
+        whole row's sum of dout * out: both are what the full backward uses, so the parts of dq add up exactly.
         """
         ...

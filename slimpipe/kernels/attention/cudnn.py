@@ -20,8 +20,8 @@ class CudnnAttention:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # ATen caches the cuDNN graph by the strides of q, k and v alone: an out of other strides than the first one's would
-        # be misread, silently (docs/log.md, 2026-11-29). So it always gets this one layout.
+        # ATen caches the cuDNN graph by the strides of q, k and v alone: an out of other strides than the first one's
+        # would be misread, silently (docs/log.md, 2026-11-29). So it always gets this one layout.
         out, dout = out.contiguous(), dout.contiguous()
         # No dropout: the Philox state is read by nothing.
         seed = offset = torch.empty((), dtype=torch.int64, device=q.device)

@@ -42,13 +42,13 @@ class Watchdog:
         seconds: float,
         rank: int,
         world: int,
-        store: dist.TCPStore | None,
+        store: dist.Store | None,
         device_doing: Callable[[], str | None],
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self._progress, self._seconds, self._rank, self._world = progress, seconds, rank, world
         # A store's connection serves one request at a time, and the main thread may be blocked in one.
-        self._store = None if store is None else dist.PrefixStore("watchdog", store.clone())
+        self._store = None if store is None else dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._device_doing, self._leave = device_doing, leave
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

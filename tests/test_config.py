@@ -218,8 +218,8 @@ BAD = [
     (
         "pipeline",
         "vocab_parallel",
-        True,
-        "pipeline.vocab_parallel = true: vocabulary parallelism is not built yet; set it to false",
+        "yes please",
+        'pipeline.vocab_parallel = yes please: must be true, false or null',
     ),
     (
         "memory",
@@ -498,7 +498,7 @@ def test_overrides_reach_options() -> None:
         ("slices=3", "slices: unknown key; did you mean pipeline.slices?"),
         ("optm.schedule=cosine", "optm.schedule: unknown key; did you mean optim.schedule?"),
         ("train.steps.x=3", "train.steps.x: unknown key; use steps, output, global_batch, micro_batch, seed, dtype, "
-         "device, deterministic, watchdog_seconds, attention or ce_chunk"),
+         "device, deterministic, watchdog_seconds, attention, ce_chunk, z_loss or label_smoothing"),
         ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
         ("memory={swap: off}", "memory: a section, not a key; override one of memory.recompute, memory.swap"),
         ("train.steps=[1", "train.steps=[1, line 1, column 3: not valid YAML: "

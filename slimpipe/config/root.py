@@ -63,6 +63,13 @@ class Config(BaseModel):
         """(p, v, n, m) of the schedule."""
         return Shape(self.parallel.pp, self.pipeline.virtual_stages, self.pipeline.slices, self.microbatches)
 
+    @property
+    def vocab_parallel(self) -> bool:
+        """Whether embedding and output layer are cut into rows over the pipeline's ranks (one rank cuts nothing)."""
+        asked = self.pipeline.vocab_parallel
+        wanted = False if asked is None else asked
+        return wanted and self.parallel.pp > 1
+
     def dump_yaml(self, path: str | Path) -> None:
         """Writes a file that `load_config` reads back as equal settings."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
@@ -84,6 +91,12 @@ class Config(BaseModel):
             use = divisors_near(length, pipeline.slices)
             yield pipeline.problem(
                 "slices", f"sequence length {length} is not divisible by {pipeline.slices}; use a divisor ({use})"
+            )
+        if pipeline.vocab_parallel and pipeline.schedule != "slimpipe":
+            yield pipeline.problem(
+                "vocab_parallel",
+                f"its passes need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to false, or "
+                "pipeline.schedule to slimpipe",
             )
         lot = self.parallel.dp * train.micro_batch
         if train.global_batch % lot:

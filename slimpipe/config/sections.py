@@ -155,8 +155,10 @@ class PipelineConfig(Section):
     exchange: Annotated[Literal["off"], Planned("attention context exchange", ("pairwise", "balanced"))] = Field(
         default="off", description="Whether ranks share attention work."
     )
-    vocab_parallel: Annotated[bool, Allowed("false"), Planned("vocabulary parallelism", (True,))] = Field(
-        default=False, description="Whether the output layer is spread over all pipeline ranks."
+    vocab_parallel: Annotated[bool | None, Allowed("true, false or null")] = Field(
+        default=None,
+        description="Whether embedding and output layer are spread over all pipeline ranks. "
+        "Default: with schedule `slimpipe`, whose ranks are in phase.",
     )
     trace: bool = Field(default=False, description="Print every action and transfer.")
 
@@ -235,8 +237,15 @@ class TrainConfig(Section):
         default=300.0, description="Without progress for so long, name what each rank does and stop."
     )
     attention: Literal["auto", "plain", "flash", "cudnn"] = Field(default="auto", description="Attention backend.")
-    ce_chunk: PositiveInt = Field(
-        default=1024, description="Tokens a chunk of the cross-entropy: bounds the logits in memory."
+    ce_chunk: PositiveInt | None = Field(
+        default=None,
+        description="Tokens a chunk of the output layer: bounds its temporaries. Default: by the free memory; it is shown.",
+    )
+    z_loss: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the squared log-sum-exp of the logits in the loss; keeps it near 0."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of each target that is spread over the whole vocabulary."
     )
 
     def problems(self) -> Iterator[str]:

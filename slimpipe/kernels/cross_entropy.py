@@ -1,12 +1,16 @@
-"""Output projection and cross-entropy in one, in chunks, with no logits kept.
+"""Cross-entropy over a shard of the vocabulary, and the whole loss where one process has all of it.
 
-The gradient's scale (1 / valid tokens of the step) is known before the schedule starts, so the forward can make the
-gradients too: a chunk of logits lives from its GEMM to its two gradient GEMMs, and what waits for the slice's backward
-is one hidden-sized tensor. The largest temporary is [chunk, V] in fp32.
+Two steps. `shard_statistics` takes a shard's logits to three numbers a token; put together over the shards they give
+the loss (`token_losses`) and the global log-sum-exp; `shard_gradient` then turns the logits into their gradient, in
+place. A vocabulary in one piece is the case of one shard. Logits live in the compute dtype, everything derived from
+them in fp32.
+
+Padding rows (a shard's rows behind `rows`) never enter a softmax and get no gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +22,91 @@ from slimpipe.kernels.weight_grad import add_matmul, main_grad
 IGNORE = -100
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What is minimised: (1 - e) nll + e mean over the vocabulary of -log p + z lse^2, e `smoothing`, z `z_loss`.
+
+    z_loss keeps the log-sum-exp near 0 (PaLM, section 5).
+    """
+
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a vocabulary of `total` a shard holds: `count` of them from `first` on; the rest is padding."""
+
+    first: int
+    count: int
+    total: int
+
+
 @fused
-def _loss_and_dlogits(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [t, V], labels [t] -> (scaled loss sum [], scaled d-logits [t, V] in the logits' dtype)."""
+def shard_statistics(logits: Tensor, labels: Tensor, first: int, count: int) -> Tensor:
+    """logits [t, c], labels [t] -> [3, t] fp32: the shard's log-sum-exp, the label's logit (0 elsewhere), the logits'
+    sum.
+
+    With no rows (count 0) the log-sum-exp is -inf.
+    """
     wide = upcast(logits)
-    valid = labels != IGNORE
-    target = torch.where(valid, labels, 0)
-    lse = torch.logsumexp(wide, -1)
-    picked = wide.gather(-1, target[:, None]).squeeze(-1)
-    weight = valid.to(wide.dtype) * scale
-    loss = ((lse - picked) * weight).sum()
-    column = torch.arange(wide.shape[-1], device=wide.device)
-    hot = (column[None, :] == target[:, None]).to(wide.dtype)
-    return loss, ((torch.exp(wide - lse[:, None]) - hot) * weight[:, None]).to(logits.dtype)
+    real = torch.arange(logits.shape[-1], device=logits.device) < count
+    lse = torch.logsumexp(wide.masked_fill(~real, float("-inf")), -1)
+    here = (labels >= first) & (labels < first + count)
+    index = torch.where(here, labels - first, 0)
+    target = torch.where(here, wide.gather(-1, index[:, None]).squeeze(-1), 0.0)
+    return torch.stack((lse, target, wide.masked_fill(~real, 0.0).sum(-1)))
+
+
+def join_statistics(parts: Tensor) -> Tensor:
+    """[shards, 3, t] -> [3, t] of the whole vocabulary. In the shards' order, so the same on every rank to the bit."""
+    return torch.stack((torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0), parts[:, 2].sum(0)))
+
+
+def token_losses(statistics: Tensor, labels: Tensor, total: int, loss: Loss) -> Tensor:
+    """[3, t] of the whole vocabulary, labels [t] -> loss of each token [t] fp32; 0 where the label is -100."""
+    lse, target, logits_sum = statistics
+    losses = lse - (1 - loss.smoothing) * target
+    if loss.smoothing:
+        losses = losses - loss.smoothing / total * logits_sum
+    if loss.z_loss:
+        losses = losses + loss.z_loss * lse.square()
+    return torch.where(labels == IGNORE, 0.0, losses)
+
+
+@fused
+def shard_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    first: int,
+    count: int,
+    total: int,
+    z_loss: float,
+    smoothing: float,
+) -> None:
+    """Replaces logits [t, c] by scale times the gradient of the tokens' losses with respect to them.
+
+    labels [t], lse [t] over the whole vocabulary, scale [] fp32.
+    """
+    wide = upcast(logits)
+    weight = (labels != IGNORE).to(wide.dtype) * scale
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    hot = (column == (labels - first)[:, None]).to(wide.dtype)
+    gradient = torch.exp(wide - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None] - (1 - smoothing) * hot
+    gradient = (gradient - smoothing / total) * weight[:, None]
+    logits.copy_(gradient.masked_fill(column >= count, 0.0))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss
+    ) -> Tensor:
         x, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        loss = torch.zeros((), dtype=scale.dtype, device=hidden.device)
+        total = weight.shape[0]
+        found = torch.zeros((), dtype=scale.dtype, device=hidden.device)
         need_x, need_w = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if need_x else None
         acc = main_grad(weight)
@@ -46,27 +115,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw = torch.zeros_like(weight, dtype=scale.dtype) if acc is None else acc
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
-            part, dlogits = _loss_and_dlogits(x[rows] @ weight.T, flat[rows], scale)
-            loss += part
+            logits = x[rows] @ weight.T
+            statistics = shard_statistics(logits, flat[rows], 0, total)
+            found += token_losses(statistics, flat[rows], total, loss).sum() * scale
+            shard_gradient(logits, flat[rows], statistics[0], scale, 0, total, total, loss.z_loss, loss.smoothing)
             if dx is not None:
-                torch.mm(dlogits, weight, out=dx[rows])
+                torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
-                add_matmul(dw, dlogits, x[rows])
+                add_matmul(dw, logits, x[rows])
         ctx.save_for_backward(dx.view_as(hidden) if dx is not None else None)
         ctx.dw = None if acc is not None or dw is None else dw.to(weight.dtype)
-        return loss
+        return found
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (dx,) = ctx.saved_tensors
         # The weight's part is final once the forward has run: the caller's gradient of the loss must be 1.
-        return dx, ctx.dw, None, None, None
+        return dx, ctx.dw, None, None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-    """scale * sum of -log softmax(hidden W^T)[label] over tokens whose label is not -100.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss
+) -> Tensor:
+    """scale * sum of the losses of logits hidden W^T over tokens whose label is not -100, with no logits kept.
 
-    hidden [b, s, H], weight [V, H], labels [b, s] int64 already shifted, scale [] fp32 -> [] in scale's dtype.
-    Gradients are made in the forward, so `backward` takes the loss's own gradient to be 1. `chunk` tokens at a time.
+    hidden [b, s, H], weight [V, H], labels [b, s] int64 already shifted, scale [] fp32 -> [] in scale's dtype. The
+    scale (1 / valid tokens of the step) is known beforehand, so the forward makes the gradients too: `chunk` tokens'
+    logits live from their GEMM to the two gradient GEMMs, and what waits for the backward is one hidden-sized tensor.
+    `backward` therefore takes the loss's own gradient to be 1.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk, loss)

@@ -7,6 +7,7 @@ nothing in a step waits for it; the events are read after the step.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import torch
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds: the whole step, and its part spent inside `busy` sections."""
+    """Seconds: the whole step, its part spent inside `busy` sections, and inside `waiting` sections by name."""
 
     total: float
     busy: float
+    waits: dict[str, float]
 
     @property
     def idle_share(self) -> float:
@@ -34,6 +36,10 @@ class Clock(Protocol):
 
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Counts what runs inside as computing. `what` names it (an action's token)."""
+        ...
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Counts what runs inside as waiting, under `what` (an operation's token). Not inside a `busy` section."""
         ...
 
     def stop(self) -> StepTime:
@@ -50,9 +56,11 @@ class HostClock:
 
     def __init__(self) -> None:
         self._start = self._busy = 0.0
+        self._waits: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
         self._start, self._busy = time.perf_counter(), 0.0
+        self._waits.clear()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -60,8 +68,14 @@ class HostClock:
         yield
         self._busy += time.perf_counter() - begin
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._waits[what] += time.perf_counter() - begin
+
     def stop(self) -> StepTime:
-        return StepTime(time.perf_counter() - self._start, self._busy)
+        return StepTime(time.perf_counter() - self._start, self._busy, dict(self._waits))
 
     def unfinished(self) -> str | None:
         return None
@@ -75,20 +89,27 @@ class DeviceClock:
         self._pool: list[torch.cuda.Event] = []
         self._begin = self._event()
         self._sections: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        for _, begin, end in self._sections:
+        for _, begin, end in self._sections + self._waits:
             self._pool += (begin, end)
-        self._sections = []
+        self._sections, self._waits = [], []
         self._begin.record()
 
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        return self._between_events(what, self._sections)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        return self._between_events(what, self._waits)
+
     @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
+    def _between_events(self, what: str, into: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]) -> Iterator[None]:
         begin, end = self._event(), self._event()
         begin.record()
         yield
         end.record()
-        self._sections.append((what, begin, end))
+        into.append((what, begin, end))
 
     def stop(self) -> StepTime:
         end = self._event()
@@ -96,8 +117,11 @@ class DeviceClock:
         end.synchronize()
         busy = sum(begin.elapsed_time(finish) for _, begin, finish in self._sections)
         total = self._begin.elapsed_time(end)
+        waits: defaultdict[str, float] = defaultdict(float)
+        for what, begin, finish in self._waits:
+            waits[what] += begin.elapsed_time(finish) / 1e3
         self._pool.append(end)
-        return StepTime(total / 1e3, busy / 1e3)
+        return StepTime(total / 1e3, busy / 1e3, dict(waits))
 
     def unfinished(self) -> str | None:
         for what, _, end in self._sections:

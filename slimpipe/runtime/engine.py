@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.slice_context import SliceContext
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.transport import Receive, Transport
+from slimpipe.runtime.vocabulary import VocabularyPasses
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
 from slimpipe.schedule.transfers import kind_of, link_of
@@ -51,7 +53,8 @@ class Counter:
 class Engine:
     """Runs `plan`'s list for `rank`, a step at a time.
 
-    `plan` is lowered and checked. `stages` are this rank's chunks. `trace`, if given, is called with a line an action.
+    `plan` is lowered and checked. `stages` are this rank's chunks; `vocabulary` carries out the vocabulary passes of
+    a plan that has them. `trace`, if given, is called with a line an action.
     """
 
     def __init__(
@@ -63,14 +66,16 @@ class Engine:
         clock: Clock,
         backend: AttentionBackend,
         slice_tokens: int,
+        loss: Loss,
         ce_chunk: int,
+        vocabulary: VocabularyPasses | None = None,
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.shape, self.actions = plan.shape, plan.ranks[rank]
         self.transport, self.clock, self.backend, self.trace = transport, clock, backend, trace
-        self.slice_tokens, self.ce_chunk = slice_tokens, ce_chunk
+        self.slice_tokens, self.loss, self.ce_chunk, self.vocabulary = slice_tokens, loss, ce_chunk, vocabulary
         self.slots = assign_kv_slots(plan.shape, plan.compute(rank))
         self.layer_slots: list[dict[int, LayerSlots]] = [
             {layer: LayerSlots(capacity, slice_tokens, accumulate=plan.shape.n > 1) for layer in stage.layers}
@@ -83,6 +88,7 @@ class Engine:
             Op.SEND_BACKWARD: self.send,
             Op.RECV_FORWARD: self.post_receive,
             Op.RECV_BACKWARD: self.post_receive,
+            **(vocabulary.methods if vocabulary is not None else {}),
         }
         self.progress = progress or Progress()
         self.units = Counter()
@@ -102,6 +108,9 @@ class Engine:
             self.methods[action.op](action)
         self.progress.now("waiting for the last sends")
         self.transport.finish()
+        if self.vocabulary is not None:
+            self.vocabulary.finish()
+            self._loss += self.vocabulary.loss
         self.progress.now("end of the pipeline's step")
         self._check_empty()
         return self._loss
@@ -117,33 +126,42 @@ class Engine:
         self.units = Counter()
         self.kv_slots = [Counter() for _ in self.stages]
         self._taken = [set() for _ in self.stages]
+        if self.vocabulary is not None:
+            self.vocabulary.begin(self._tokens, self._labels, batch.scale)
 
     def forward(self, action: Action) -> None:
         """Input from the data or the stage before; keep it and an edge of the output; hand the output on."""
         unit, stage = action.unit, self.stages[action.unit.chunk]
         self._open(unit)
-        x = self._tokens(unit) if stage.embedding is not None else self._take(action).requires_grad_()
+        with self.clock.waiting(action.op.value):
+            x = self._input(action)
         with self.clock.busy(str(action)):
             out = stage.forward(x, self._context(unit))
-            if stage.head is not None:
-                out = stage.loss(out, self._labels(unit), self._batch.scale, self.ce_chunk)
+            if stage.last and self.vocabulary is None:
+                out = stage.loss(out, self._labels(unit), self._batch.scale, self.ce_chunk, self.loss)
                 self._loss += out.detach()
         # An edge, not the output: the output's storage is free as soon as it has been sent.
         self._saved[unit] = (x, get_gradient_edge(out))
-        if stage.head is None:
+        if not stage.last:
             self._hand_on(action, out.detach())
+        elif self.vocabulary is not None:
+            self.vocabulary.keep_hidden(unit, out.detach())
 
     def backward(self, action: Action) -> None:
         """Gradient from the loss or the stage behind; through the unit's graph; hand the input's gradient on."""
         unit, stage = action.unit, self.stages[action.unit.chunk]
-        gradient = self._one if stage.head is not None else self._take(action)
+        with self.clock.waiting(action.op.value):
+            gradient = self._output_gradient(action)
         x, edge = self._saved.pop(unit)
         with self.clock.busy(str(action)):
             torch.autograd.backward((edge,), (gradient,))
         self._close(unit)
-        if stage.embedding is None:
+        if not stage.first:
             assert x.grad is not None
             self._hand_on(action, x.grad)
+        elif self.vocabulary is not None:
+            assert x.grad is not None
+            self.vocabulary.keep_embedding_gradient(unit, x.grad)
 
     def send(self, action: Action) -> None:
         """The output of the unit's forward, or the gradient of its input, to the neighbour."""
@@ -168,6 +186,20 @@ class Engine:
 
     def _context(self, unit: Unit) -> SliceContext:
         return self.context(unit.chunk, unit.slice, self.place(unit), self._batch.tokens.device)
+
+    def _input(self, action: Action) -> Tensor:
+        """What the unit's first block, or its embedding, is given."""
+        if not self.stages[action.unit.chunk].first:
+            return self._take(action).requires_grad_()
+        if self.vocabulary is not None:
+            return self.vocabulary.embedding(action.unit).requires_grad_()
+        return self._tokens(action.unit)
+
+    def _output_gradient(self, action: Action) -> Tensor:
+        """The gradient of what the unit's forward made."""
+        if not self.stages[action.unit.chunk].last:
+            return self._take(action)
+        return self._one if self.vocabulary is None else self.vocabulary.hidden_gradient(action.unit)
 
     def _take(self, action: Action) -> Tensor:
         """What the action consumes: from the receive posted for it, or handed over by another chunk of this rank."""
@@ -209,6 +241,8 @@ class Engine:
         self.kv_slots[unit.chunk].down()
 
     def _check_empty(self) -> None:
+        if self.vocabulary is not None and self.vocabulary.left_over():
+            raise RuntimeError(f"rank {self.rank}: vocabulary passes left over: {self.vocabulary.left_over()}")
         left: dict[str, Mapping[Any, Any]] = {
             "units": self._saved,
             "receives": self._receives,

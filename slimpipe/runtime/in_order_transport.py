@@ -12,14 +12,35 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from slimpipe.runtime.collectives import Channel, Pending
 from slimpipe.runtime.transport import SEND_WINDOW, Receive
 from slimpipe.schedule import Link
 
 
 class InOrderDeadlock(RuntimeError):
     """Every rank waits for a transfer that can not take place."""
+
+
+@dataclass(eq=False)
+class _Collective:
+    """One rank's part of an operation that all ranks take part in."""
+
+    kind: str
+    channel: Channel
+    rank: int
+    tensor: Tensor
+    root: int = 0
+    result: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits for a {self.kind} on channel {self.channel}"
 
 
 @dataclass(eq=False)
@@ -40,12 +61,16 @@ class InOrderWorld:
         self.ranks, self._communicator = ranks, communicator
         self._changed = threading.Condition()
         self._queues: dict[tuple[int, Hashable], deque[_Posted]] = {}
-        self._waiting: dict[int, _Posted] = {}
+        self._collectives: dict[tuple[int, Channel], deque[_Collective]] = {}
+        self._waiting: dict[int, _Posted | _Collective] = {}
         self._finished: set[int] = set()
         self._stuck: str | None = None
 
     def transport(self, rank: int) -> InOrderTransport:
         return InOrderTransport(self, rank)
+
+    def collectives(self, rank: int) -> InOrderCollectives:
+        return InOrderCollectives(self, rank)
 
     def leave(self, rank: int) -> None:
         """The rank's thread is over, well or badly: nobody need expect more of it."""
@@ -58,7 +83,15 @@ class InOrderWorld:
             self._queue(operation.rank, operation.link).append(operation)
             self._advance(operation.link)
 
-    def wait(self, operation: _Posted) -> None:
+    def post_collective(self, operation: _Collective) -> None:
+        with self._changed:
+            self._collectives.setdefault((operation.rank, operation.channel), deque()).append(operation)
+            queues = [self._collectives.get((rank, operation.channel)) for rank in range(self.ranks)]
+            while all(queues):
+                _carry_out([queue.popleft() for queue in queues if queue])
+            self._changed.notify_all()
+
+    def wait(self, operation: _Posted | _Collective) -> None:
         with self._changed:
             self._waiting[operation.rank] = operation
             self._look_for_deadlock()
@@ -95,6 +128,52 @@ class InOrderWorld:
         if self._stuck is None and blocked and len(blocked | self._finished) == self.ranks:
             self._stuck = "; ".join(str(self._waiting[rank]) for rank in sorted(blocked))
             self._changed.notify_all()
+
+
+def _carry_out(parts: list[_Collective]) -> None:
+    """The heads of all ranks' queues, by rank: they must be one and the same operation."""
+    if len({(part.kind, part.root, part.tensor.shape) for part in parts}) != 1:
+        raise InOrderDeadlock("; ".join(f"{part}, root {part.root}, {list(part.tensor.shape)}" for part in parts))
+    kind, root = parts[0].kind, parts[0].root
+    tensors = [part.tensor for part in parts]
+    for part in parts:
+        if kind == "reduce":
+            part.result = torch.stack(tensors).sum(0) if part.rank == root else part.tensor
+        elif kind == "broadcast":
+            part.result = tensors[root].clone()
+        else:
+            part.result = torch.stack(tensors)
+
+
+class _PendingCollective:
+    def __init__(self, world: InOrderWorld, operation: _Collective) -> None:
+        self._world, self._operation = world, operation
+
+    def wait(self) -> Tensor:
+        self._world.wait(self._operation)
+        assert self._operation.result is not None
+        return self._operation.result
+
+
+class InOrderCollectives:
+    """One rank's end of the collectives of an `InOrderWorld`: a channel's run in posting order on every rank."""
+
+    def __init__(self, world: InOrderWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        return self._post("reduce", channel, tensor, root)
+
+    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        return self._post("broadcast", channel, tensor, root)
+
+    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
+        return self._post("gather", channel, tensor, 0)
+
+    def _post(self, kind: str, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        operation = _Collective(kind, channel, self._rank, tensor.contiguous(), root)
+        self._world.post_collective(operation)
+        return _PendingCollective(self._world, operation)
 
 
 class _PostedReceive:

@@ -9,16 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimpipe.kernels.cross_entropy import linear_cross_entropy
+from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy
 from slimpipe.models.contract import Slice, initialise
 from slimpipe.schedule import Shape
 
 
 @dataclass
 class Stage:
-    """One chunk: contiguous layers; the embedding in front of the first, the head behind the last."""
+    """One chunk: contiguous layers; the head behind the last stage's, the embedding in front of the first's.
+
+    With vocabulary parallelism no stage has an `embedding`, and the head is its norm: the two weights are
+    `slimpipe.runtime.vocabulary.Shards`.
+    """
 
     layers: range
+    first: bool
+    last: bool
     blocks: list[nn.Module]
     embedding: nn.Module | None
     head: nn.Module | None
@@ -26,18 +32,18 @@ class Stage:
     """By layout-free name: the name in the whole model."""
 
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
-        """Tokens [b, s] in the first stage, else x [b, s, H] -> x [b, s, H]."""
+        """Tokens [b, s] in a stage with an embedding, else x [b, s, H] -> x [b, s, H], in the last stage the head's."""
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks:
             x = block(x, slice)
-        return x
+        return x if self.head is None else self.head(x)
 
-    def loss(self, x: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-        """scale * sum of the cross-entropy over valid labels [b, s]; the last stage only. []"""
+    def loss(self, hidden: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss) -> Tensor:
+        """scale * sum of the losses over valid labels [b, s]; the last stage only, with the whole output layer. []"""
         assert self.head is not None
         weight: Tensor = self.head.weight  # type: ignore[assignment]
-        return linear_cross_entropy(self.head(x), weight, labels, scale, chunk)
+        return linear_cross_entropy(hidden, weight, labels, scale, chunk, loss)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -55,8 +61,11 @@ def build_stages(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
+    vocabulary: bool = False,
 ) -> list[Stage]:
     """This rank's chunks, cut out of `model` (on the meta device), with memory and first values.
+
+    With `vocabulary` the weights of embedding and output layer are left out: `build_shards` makes them.
 
     `placement[g]` are stage g's layers. A parameter's first values depend on `seed` and its name alone, so they are
     the same in every layout (on one kind of device). A weight tied between first and last stage exists on both ranks,
@@ -64,6 +73,7 @@ def build_stages(
     """
     names = parameter_names(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
+    embedding_weight, output_weight = model.embedding.weight, model.head.weight  # type: ignore[union-attr]
 
     def give_memory(module: nn.Module | None) -> dict[str, nn.Parameter]:
         if module is None:
@@ -71,9 +81,11 @@ def build_stages(
         found = {}
         for owner in module.modules():
             for key, meta in owner.named_parameters(recurse=False):
+                if vocabulary and (meta is embedding_weight or meta is output_weight):
+                    continue
                 if meta not in made:
                     made[meta] = nn.Parameter(torch.empty(meta.shape, dtype=dtype, device=device))
-                    initialise(model, names[meta], made[meta].data, std, _generator(seed, names[meta], device))
+                    initialise(model, names[meta], made[meta].data, std, generator(seed, names[meta], device))
                 owner.register_parameter(key, made[meta])
                 found[names[meta]] = made[meta]
         return found
@@ -82,16 +94,18 @@ def build_stages(
     for chunk in range(shape.v):
         index = shape.stage(rank, chunk)
         layers = placement[index]
-        embedding = model.embedding if index == 0 else None
-        head = model.head if index == shape.stages - 1 else None
+        first, last = index == 0, index == shape.stages - 1
+        embedding = model.embedding if first and not vocabulary else None
+        head = model.head if last else None
         blocks = [model.layers[layer] for layer in layers]  # type: ignore[index]
         parameters: dict[str, nn.Parameter] = {}
         for module in (embedding, *blocks, head):
             parameters |= give_memory(module)  # type: ignore[arg-type]
-        stages.append(Stage(layers, blocks, embedding, head, parameters))  # type: ignore[arg-type]
+        stages.append(Stage(layers, first, last, blocks, embedding, head, parameters))  # type: ignore[arg-type]
     return stages
 
 
-def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+def generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """Random numbers of one parameter: they depend on the run's seed and the parameter's name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -48,6 +48,9 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
         first = engine.layer_slots[chunk][stage.layers[0]]
         for slots in engine.layer_slots[chunk].values():
             slots.allocate_like(first)
+    if engine.vocabulary is not None:
+        engine.progress.now("warming up the vocabulary passes")
+        engine.vocabulary.warm_up(micro_batch, engine.slice_tokens)
     return largest
 
 
@@ -64,7 +67,11 @@ def _ends(
         x.backward(torch.zeros_like(x))
     if stage.head is not None:
         x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
-        stage.loss(x, tokens, torch.zeros((), device=device), engine.ce_chunk).backward()
+        out = stage.head(x)
+        if engine.vocabulary is None:
+            stage.loss(out, tokens, torch.zeros((), device=device), engine.ce_chunk, engine.loss).backward()
+        else:
+            out.backward(torch.zeros_like(out))
 
 
 def reserve(unit_bytes: int, units: int, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """Names each rank's current action when nothing moves, and ends the job.
 
 A hang in a pipeline shows on every rank at once, and only one of them is to blame. Each rank's watchdog is a thread.
-The first to see no progress raises an alarm in the job's store; every rank answers with what it is doing; one prints
-the table. A rank that does not answer is named too: its process is gone, or holds the interpreter's lock.
+The first to see no progress raises an alarm in the job's store; every rank prints its threads' stacks and answers with
+what it is doing; one prints the table. A rank that does not answer is named too: its process is gone, or holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import faulthandler
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
+
+Report = dict[str, Any]
 
 
 class Progress:
@@ -77,23 +82,28 @@ class Watchdog:
             return False
 
     def _report(self, stalled: float) -> None:
-        message: dict[str, object] = {
-            "doing": self._progress.doing,
-            "device": self._device_doing(),
-            "seconds": round(stalled, 1),
-        }
-        if self._store is None:
-            self._print({0: message})
-        else:
-            self._store.set(f"rank{self._rank}", json.dumps(message))
-            if self._store.add("alarm", 1) == 1:
-                self._print(self._gather())
-                self._store.set("printed", "yes")
-            else:
-                self._wait_for("printed", 2 * self._patience())
-        faulthandler.dump_traceback(file=sys.stderr)
-        sys.stderr.flush()
+        message: Report = {"doing": self._progress.doing, "device": None, "seconds": round(stalled, 1)}
+        # Before this rank answers: once every rank has, the first to leave takes the others down with it.
+        self._print_stacks()
+        try:
+            message["device"] = self._device_doing()
+            self._tell(message)
+        except RuntimeError:
+            # The device is in error, or the store has gone with its server: what this rank knows is told still.
+            self._print({self._rank: message})
         self._leave(1)
+
+    def _tell(self, message: Report) -> None:
+        """Puts this rank's report with the others'; the first rank to do so prints them all."""
+        if self._store is None:
+            self._print({self._rank: message})
+            return
+        self._store.set(f"rank{self._rank}", json.dumps(message))
+        if self._store.add("alarm", 1) == 1:
+            self._print(self._gather())
+            self._store.set("printed", "yes")
+        else:
+            self._wait_for("printed", 2 * self._patience())
 
     def _patience(self) -> float:
         """Every rank polls at least this often."""
@@ -108,16 +118,16 @@ class Watchdog:
             time.sleep(0.05)
         return False
 
-    def _gather(self) -> dict[int, dict[str, object] | None]:
+    def _gather(self) -> dict[int, Report | None]:
         assert self._store is not None
         end = time.monotonic() + self._patience()
-        found: dict[int, dict[str, object] | None] = {}
+        found: dict[int, Report | None] = {}
         for rank in range(self._world):
             arrived = self._wait_for(f"rank{rank}", max(0.0, end - time.monotonic()))
             found[rank] = json.loads(self._store.get(f"rank{rank}")) if arrived else None
         return found
 
-    def _print(self, reports: dict[int, dict[str, object] | None]) -> None:
+    def _print(self, reports: Mapping[int, Report | None]) -> None:
         lines = [
             f"watchdog: no progress for {self._seconds:g} s (train.watchdog_seconds); every rank's current action:"
         ]
@@ -127,4 +137,16 @@ class Watchdog:
                 continue
             device = f"; the device is at {report['device']}" if report["device"] else ""
             lines.append(f"  rank {rank}: {report['doing']}, unchanged for {report['seconds']} s{device}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        self._write("\n".join(lines) + "\n")
+
+    def _print_stacks(self) -> None:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file=file)
+            file.seek(0)
+            self._write(f"watchdog: where rank {self._rank} stands:\n{file.read()}")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        """In one write, for the ranks share the pipe."""
+        sys.stderr.write(text)
+        sys.stderr.flush()

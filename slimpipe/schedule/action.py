@@ -11,6 +11,16 @@ An **action** is an operation on a unit. Its token names it in plans, grids, err
     RF3.12@0<0   post the receive of the unit's input from rank 0; the unit's F waits for it
     SB3.12@0>0   send the gradient of the unit's input to rank 0
     RB3.12@0<1   post the receive of the gradient of the unit's output from rank 1; the unit's B waits for it
+
+With vocabulary parallelism every rank also carries out, for every slice of every microbatch, these passes
+(`schedule.vocabulary`). H, S and T name the last stage's chunk, E, G and D the first's, on whichever rank they run:
+
+    E3.12@0      look up the tokens in the rank's rows of the embedding; post the reduce of that to the first rank
+    H3.12@1      post the broadcast of the last stage's output
+    S3.12@1      wait for it; logits of the rank's rows; post the all-gather of their statistics
+    T3.12@1      wait for those; gradients of the logits and of the weight; post the reduce of the output's gradient
+    G3.12@0      post the broadcast of the gradient of the embedding's output
+    D3.12@0      wait for it, and add it into the rank's rows
 """
 
 from __future__ import annotations
@@ -29,9 +39,16 @@ class Op(str, Enum):
     RECV_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
+    EMBED = "E"
+    HIDDEN = "H"
+    STATISTICS = "S"
+    GRADIENT = "T"
+    EMBED_GRAD_OUT = "G"
+    EMBED_GRAD = "D"
 
     @property
     def is_compute(self) -> bool:
+        """Forward or backward of a unit's layers; vocabulary passes are counted apart."""
         return self in (Op.FORWARD, Op.BACKWARD)
 
     @property
@@ -42,6 +59,18 @@ class Op(str, Enum):
     def is_recv(self) -> bool:
         return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
 
+    @property
+    def is_transfer(self) -> bool:
+        return self.is_send or self.is_recv
+
+    @property
+    def is_vocabulary(self) -> bool:
+        return self in _VOCABULARY
+
+
+_VOCABULARY = frozenset(
+    (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD),
+)
 
 @dataclass(frozen=True, order=True)
 class Unit:
@@ -55,20 +84,20 @@ class Unit:
         return f"{self.microbatch}.{self.slice}@{self.chunk}"
 
 
-_TOKEN = re.compile(r"(F|B|SF|RF|SB|RB)(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII)
+_TOKEN = re.compile(r"(F|B|SF|RF|SB|RB|[EHSTGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One entry of a rank's list. `peer` is the other rank of a transfer and None for compute."""
+    """One entry of a rank's list. `peer` is the other rank of a transfer and None for all else."""
 
     op: Op
     unit: Unit
     peer: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op.is_compute != (self.peer is None):
-            raise ValueError(f"action {self.op.value}{self.unit}: a transfer needs a peer and compute has none")
+        if self.op.is_transfer != (self.peer is not None):
+            raise ValueError(f"action {self.op.value}{self.unit}: a transfer needs a peer and nothing else has one")
 
     def __str__(self) -> str:
         if self.peer is None:

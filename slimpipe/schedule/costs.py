@@ -13,11 +13,45 @@ Duration = Callable[[int, Unit], float]
 
 
 @dataclass(frozen=True)
+class VocabularyCosts:
+    """What embedding and output layer take for one slice.
+
+    `loss`: output layer and loss in one piece, in the last stage's forward, of plans without vocabulary passes. The
+    others: the passes S, T, E and D, on each rank; H and G only post.
+    """
+
+    loss: float = 0.0
+    statistics: float = 0.0
+    gradient: float = 0.0
+    embed: float = 0.0
+    embed_grad: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.loss, self.statistics, self.gradient, self.embed, self.embed_grad) < 0:
+            raise PlanError(f"{self}: must be >= 0")
+
+    def of(self, op: Op) -> float:
+        """Duration of a vocabulary pass."""
+        costs = {Op.STATISTICS: self.statistics, Op.GRADIENT: self.gradient, Op.EMBED: self.embed}
+        return self.embed_grad if op is Op.EMBED_GRAD else costs.get(op, 0.0)
+
+
+def output_layer(head: float, p: int) -> VocabularyCosts:
+    """`head`: the whole output layer's forward for one slice, in the unit of the other costs.
+
+    In one piece it takes three times that, since the loss makes both gradients in the forward and keeps no logits: three
+    products of the same size. In passes each of p ranks has 1/p of the first product in S and of the other two in T.
+    """
+    return VocabularyCosts(loss=3 * head, statistics=head / p, gradient=2 * head / p)
+
+
+@dataclass(frozen=True)
 class Costs:
-    """Durations of forwards and backwards."""
+    """Durations of forwards, backwards and vocabulary passes."""
 
     forward: Duration
     backward: Duration
+    vocabulary: VocabularyCosts = VocabularyCosts()
 
     def of(self, stage: int, compute: Action) -> float:
         return (self.forward if compute.op is Op.FORWARD else self.backward)(stage, compute.unit)

@@ -60,8 +60,13 @@ class Plan:
         """Whether sends and receives are actions of the plan. One rank sends nothing, lowered or not."""
         return any(a.op.is_send or a.op.is_recv for actions in self.ranks for a in actions)
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary passes are actions of the plan; else the last stage's forwards make the loss."""
+        return any(a.op.is_vocabulary for actions in self.ranks for a in actions)
+
     def compute(self, rank: int) -> tuple[Action, ...]:
-        """Rank's forwards and backwards alone."""
+        """Rank's forwards and backwards alone, without transfers and vocabulary passes."""
         return tuple(a for a in self.ranks[rank] if a.op.is_compute)
 
     def producer(self, rank: int, action: Action) -> tuple[int, Unit] | None:

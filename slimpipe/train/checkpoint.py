@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,7 @@ def save(folder: Path, state: Mapping[str, Tensor], lead: bool) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
     _meet()
-    with warnings.catch_warnings():
-        # Alone, DCP warns that it saves without a process group: that is what is meant.
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+    with _alone_on_purpose():
         dcp.save(dict(state), checkpoint_id=unfinished, no_dist=not dist.is_initialized())
     _meet()
     if lead:
@@ -46,6 +45,15 @@ def save(folder: Path, state: Mapping[str, Tensor], lead: bool) -> Path:
         unfinished.rename(folder)
     _meet()
     return folder
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """One process without a process group: DCP warns of it, and it is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+        yield
 
 
 def _meet() -> None:
@@ -87,6 +95,7 @@ def load_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
                 "use the config.yaml it was trained with"
             )
         target[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(target, checkpoint_id=checkpoint, no_dist=True)
+    with _alone_on_purpose():
+        dcp.load(target, checkpoint_id=checkpoint, no_dist=True)
     for name, weight in weights.items():
         weight.copy_(target[f"model.{name}"])

@@ -80,8 +80,9 @@ def _trace(values: Sequence[float], height: int) -> set[tuple[int, int]]:
     previous = round((high - values[0]) * scale)
     for x, value in enumerate(values):
         y = round((high - value) * scale)
-        # Down or up from where the line was, so that steep parts stay a line.
-        dots.update((x, at) for at in range(min(y, previous), max(y, previous) + 1))
+        # Down or up from beside where the line was, so that steep parts stay a line.
+        beside = previous if y == previous else previous + (1 if y > previous else -1)
+        dots.update((x, at) for at in range(min(y, beside), max(y, beside) + 1))
         previous = y
     return dots
 

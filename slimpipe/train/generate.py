@@ -107,9 +107,9 @@ def _sample(
     new, done = tokens, 0
     while True:
         positions = torch.arange(done, done + len(new), device=device)
-        x = stage.forward(torch.tensor([new], device=device), CachedSlice(cache, positions, backend))
+        hidden = stage.forward(torch.tensor([new], device=device), CachedSlice(cache, positions, backend))
         assert stage.head is not None
-        logits = (stage.head(x[:, -1:])[0, 0] @ stage.head.weight.T).float().cpu()
+        logits = (hidden[0, -1] @ stage.head.weight.T).float().cpu()
         done += len(new)
         new = [_pick(logits, temperature, top_k, generator)]
         yield new[0]

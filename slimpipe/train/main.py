@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
+from slimpipe.models.contract import build_model
 from slimpipe.parallel.mesh import Processes, prepare_process, start_processes
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train import checkpoint
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> None:
-    """Trains as `config` says, in this process as one rank of the job. Data problems raise before any group starts.
+    """Trains as `config` says, in this process as one rank of the job. Problems of the model's class and of the data
+    raise before any group starts.
 
     In a job of several processes an error ends this process at once, after its traceback, so that the launcher ends the
     others: a process that unwinds slowly would leave them waiting for it.
     """
+    _write_whole_lines()
+    build_model(config)
     prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir).expanduser(), _leads())
     sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
     sampler.require(config.train.global_batch)
@@ -53,8 +58,6 @@ def _run(
     config: Config, prepared: PreparedData, sampler: SequenceSampler, processes: Processes, progress: Progress
 ) -> None:
     _agree(config, prepared, processes)
-    lead = processes.rank == 0
-    trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
     session: Session | None = None
     watchdog = Watchdog(
         progress,
@@ -64,7 +67,17 @@ def _run(
         processes.store,
         lambda: session.clock.unfinished() if session is not None else None,
     )
-    session = Session(config, processes.device, progress, trace)
+    try:
+        trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
+        session = Session(config, processes.device, progress, trace)
+        _steps(config, session, prepared, sampler, processes.rank == 0)
+    finally:
+        # After an error too: it would end a process that lives on, as one of a single rank does.
+        watchdog.stop()
+
+
+def _steps(config: Config, session: Session, prepared: PreparedData, sampler: SequenceSampler, lead: bool) -> None:
+    """Every step and the checkpoint after the last; on the lead also the run's files and what is shown."""
     output = Path(config.train.output)
     metrics = None
     if lead:
@@ -78,7 +91,7 @@ def _run(
     try:
         for step in range(config.train.steps):
             started = time.perf_counter()
-            progress.now("reading data")
+            session.progress.now("reading data")
             row = session.train_step(*sampler.batch(step, config.train.global_batch))
             tokens_per_s = tokens_per_step / (time.perf_counter() - started)
             if metrics is not None:
@@ -99,11 +112,10 @@ def _run(
         display.close()
         if metrics is not None:
             metrics.close()
-    progress.now("saving the checkpoint")
+    session.progress.now("saving the checkpoint")
     where = checkpoint.save(checkpoint.place(output, session.steps_done), session.state(), lead)
     if lead:
         print(f"checkpoint: {where}", flush=True)
-    watchdog.stop()
 
 
 def describe(config: Config, session: Session) -> str:
@@ -124,6 +136,14 @@ def describe(config: Config, session: Session) -> str:
             f"parameters on rank 0: {parameters:,}; peak units on rank 0: {max(session.engine.slots.capacity)} a chunk",
         ]
     )
+
+
+def _write_whole_lines() -> None:
+    """Ranks share a pipe. torchrun starts Python unbuffered, where a line and its end are two writes: another rank's
+    line would come between them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _leads() -> bool:
@@ -148,7 +168,8 @@ def _agree(config: Config, prepared: PreparedData, processes: Processes) -> None
 
 def _fail(error: BaseException, rank: int, progress: Progress) -> None:
     """Says which rank failed, at what, and why; then ends the process."""
-    print(_failure(error, rank, progress.doing), file=sys.stderr, flush=True)
+    sys.stderr.write(_failure(error, rank, progress.doing))
+    sys.stderr.flush()
     if isinstance(error, Exception):
         get_error_handler().record_exception(error)
     sys.stdout.flush()
@@ -160,5 +181,5 @@ def _failure(error: BaseException, rank: int, doing: str) -> str:
     where = f"[{stamp}] rank {rank} failed at: {doing}"
     if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
         # The peer's own message says what happened; this one's stack would only bury it.
-        return f"{where}: lost contact with another rank, which has failed or was killed"
+        return f"{where}: lost contact with another rank, which has failed or was killed\n"
     return f"{where}\n{''.join(traceback.format_exception(error))}"

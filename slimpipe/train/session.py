@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from slimpipe.kernels.attention import select_backend
-from slimpipe.kernels.cross_entropy import IGNORE
+from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_tied
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
 from slimpipe.runtime.clock import make_clock
+from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.stage import build_stages, parameter_names
 from slimpipe.runtime.transport import DistributedTransport, Transport
+from slimpipe.runtime.vocabulary import VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Plan, build, check, links, lower, place_layers, replay_in_order
@@ -38,6 +41,8 @@ class StepMetrics:
     grad_norm: float
     lr: float
     seconds: float
+    waits: dict[str, float]
+    """Measured share of the step spent waiting before each kind of action (F, B, S, ...), averaged over ranks."""
     bubble: float
     """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
     peak_memory_bytes: tuple[int, ...]
@@ -46,7 +51,11 @@ class StepMetrics:
 
 def make_plan(config: Config) -> Plan:
     """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError."""
-    plan = lower(build(config.pipeline.schedule, config.shape))
+    plan = build(config.pipeline.schedule, config.shape)
+    if config.vocab_parallel:
+        from slimpipe.schedule import add_vocabulary  # TEMP
+        plan = add_vocabulary(plan)
+    plan = lower(plan)
     check(plan)
     replay_in_order(plan)
     return plan
@@ -55,8 +64,8 @@ def make_plan(config: Config) -> Plan:
 class Session:
     """Everything a rank needs to train. Collective: every rank of the process group makes one, from the same config.
 
-    With no process group it is a whole run of one rank. `transport` replaces the distributed one (tests); `rank` then
-    says which pipeline rank this is, and what needs a group (norms, tied weights, metrics over ranks) is the caller's.
+    With no process group it is a whole run of one rank. `transport` and `collectives` replace the distributed ones (tests);
+    `rank` then says which pipeline rank this is, and what needs a group (norms, tied weights, metrics) is the caller's.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class Session:
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
         transport: Transport | None = None,
+        collectives: Collectives | None = None,
         rank: int | None = None,
     ) -> None:
         self.config, self.shape = config, config.shape
@@ -81,18 +91,22 @@ class Session:
         self.progress.now("building the model")
         model = build_model(config)
         # Asked before the stages are cut out: those take their own parameters off the whole model.
-        self._tied = _tied_name(model)
+        self._tied = None if config.vocab_parallel else _tied_name(model)
+        values: Any = {
+            "std": config.model.init_std,
+            "seed": config.train.seed,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        shards, self.shards = None, {}
+        if config.vocab_parallel:
+            shards, self.shards = build_shards(model, self.shape.p, self.rank, **values)
         self.stages = build_stages(
-            model,
-            self.placement,
-            self.shape,
-            self.rank,
-            std=config.model.init_std,
-            seed=config.train.seed,
-            dtype=self.dtype,
-            device=self.device,
+            model, self.placement, self.shape, self.rank, **values, vocabulary=config.vocab_parallel
         )
-        self.parameters = _parameters(self.stages)
+        self.parameters = {name: shard.weight for name, shard in self.shards.items()}
+        for stage in self.stages:
+            self.parameters |= stage.parameters
         self.gradient_buffer = GradientBuffer(self.parameters)
         self._tied_group = self._make_tied_group()
         self._optimizer: MasterAdamW | None = None
@@ -100,6 +114,12 @@ class Session:
 
         self.clock = make_clock(self.device)
         self.slice_tokens = config.data.sequence_length // self.shape.n
+        loss = Loss(config.train.z_loss, config.train.label_smoothing)
+        self.ce_chunk = config.train.ce_chunk or self._choose_ce_chunk()
+        vocabulary = None
+        if shards is not None:
+            traffic = collectives if collectives is not None else self._make_collectives()
+            vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, loss, self.ce_chunk)
         self.engine = Engine(
             self.plan,
             self.rank,
@@ -108,7 +128,9 @@ class Session:
             self.clock,
             select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic),
             self.slice_tokens,
-            config.train.ce_chunk,
+            loss,
+            self.ce_chunk,
+            vocabulary,
             self.progress,
             trace,
         )
@@ -132,22 +154,43 @@ class Session:
         return tuple(counter.peak for counter in self.engine.kv_slots)
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by layout-free name."""
-        return {name: parameter.data for name, parameter in self.parameters.items()}
+        """This rank's parameters by layout-free name; of those in `shards` only the rank's rows."""
+        return {name: self._real_rows(name, parameter.data) for name, parameter in self.parameters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's fp32 gradients of the last step by layout-free name."""
-        return self.gradient_buffer.views()
+        """This rank's fp32 gradients of the last step by layout-free name; of those in `shards` only the rank's rows."""
+        return {name: self._real_rows(name, gradient) for name, gradient in self.gradient_buffer.views().items()}
+
+    def _real_rows(self, name: str, tensor: Tensor) -> Tensor:
+        """Without the padding of a vocabulary shard."""
+        return tensor[: self.shards[name].rows.count] if name in self.shards else tensor
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank (`slimpipe.train.checkpoint`): fp32 weights, moments, steps done."""
         counted = self._counted_once()
-        state = {f"model.{name}": master.data for name, master in self.optimizer.masters.items() if name in counted}
+        state = {"step": torch.tensor(self.steps_done)}
+        for name, master in self.optimizer.masters.items():
+            if name in counted:
+                state[f"model.{name}"] = self._whole(name, master.data)
         for key, moment in self.optimizer.state().items():
-            if key.rsplit(".", 1)[0] in counted:
-                state[f"optimizer.{key}"] = moment
-        state["step"] = torch.tensor(self.steps_done)
+            name = key.rsplit(".", 1)[0]
+            if name in counted:
+                state[f"optimizer.{key}"] = self._whole(name, moment)
         return state
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A vocabulary shard as a DTensor of the whole weight, cut by rows over pp: no layout in the checkpoint."""
+        if name not in self.shards or self.mesh is None:
+            return self._real_rows(name, tensor)
+        total, width = self.shards[name].rows.total, tensor.shape[1]
+        return DTensor.from_local(
+            self._real_rows(name, tensor),
+            self.mesh["pp"],
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((total, width)),
+            stride=(width, 1),
+        )
 
     def step_gradients(self, tokens: Tensor, labels: Tensor) -> float:
         """Forward and backward of one global batch, no update. The loss, the same on every rank.
@@ -162,8 +205,8 @@ class Session:
 
     def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
         """One optimizer step on one global batch; arguments as for `step_gradients`."""
-        self.clock.start()
         optimizer, clip_at = self.optimizer, self.config.optim.grad_clip
+        self.clock.start()  # after the optimizer: making it is no part of the first step
         loss = self._run(tokens, labels)
         self.progress.now("gradient norm")
         norm = global_norm(self._counted_once(), self.group)
@@ -177,8 +220,10 @@ class Session:
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
-        row = torch.tensor([time.total, time.idle_share, self._peak_memory()], dtype=torch.float64, device=self.device)
-        rows = self._gather(row)
+        kinds = sorted({action.op.value for action in self.engine.actions if not (action.op.is_send or action.op.is_recv)})
+        waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
+        mine = [time.total, time.idle_share, self._peak_memory(), *waited]
+        rows = self._gather(torch.tensor(mine, dtype=torch.float64, device=self.device))
         if self.group is not None:
             dist.all_reduce(loss, group=self.group)
         return StepMetrics(
@@ -186,6 +231,7 @@ class Session:
             grad_norm=float(norm),
             lr=rate,
             seconds=float(rows[:, 0].max()),
+            waits=dict(zip(kinds, rows[:, 3:].mean(0).tolist(), strict=True)),
             bubble=float(rows[:, 1].mean()),
             peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
         )
@@ -220,6 +266,22 @@ class Session:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device)
 
+    def _make_collectives(self) -> DistributedCollectives:
+        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return DistributedCollectives(ranks, self.device)
+
+    def _choose_ce_chunk(self) -> int:
+        """Tokens a chunk of the output layer, from a fiftieth of the memory that is free now.
+
+        A token's chunk costs its logits in the compute dtype and, at worst, twice in fp32.
+        """
+        tokens = self.slice_tokens * self.config.train.micro_batch
+        if self.device.type != "cuda":
+            return min(tokens, 1024)
+        columns = -(-self.config.model.vocab_size // (self.shape.p if self.config.vocab_parallel else 1))
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(256, min(tokens, free // 50 // (10 * columns) // 256 * 256))
+
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""
         if self._tied is None or self.mesh is None or self.group is None or self.shape.p == 1:
@@ -253,13 +315,6 @@ class Session:
         rows = [torch.empty_like(row) for _ in range(self.shape.p)]
         dist.all_gather(rows, row, group=self.group)
         return torch.stack(rows).cpu()
-
-
-def _parameters(stages: list) -> dict[str, nn.Parameter]:  # type: ignore[type-arg]
-    found: dict[str, nn.Parameter] = {}
-    for stage in stages:
-        found |= stage.parameters
-    return found
 
 
 def _tied_name(model: nn.Module) -> str | None:

@@ -42,6 +42,8 @@ class RankReport:
     gradients: dict[str, Tensor]
     peak_units: int
     peak_kv_slots: tuple[int, ...]
+    cut: tuple[str, ...] = ()
+    """Names of which the rank has its rows only."""
 
 
 def case(schedule: str = "slimpipe", pp: int = 1, v: int = 1, n: int = 1, m: int = 1, **options: Any) -> Case:
@@ -85,7 +87,12 @@ def config_of(case: Case, **sections: Mapping[str, Any]) -> Config:
             "init_std": INIT_STD,
         },
         "parallel": {"pp": case.pp},
-        "pipeline": {"schedule": case.schedule, "slices": case.n, "virtual_stages": case.v},
+        "pipeline": {
+            "schedule": case.schedule,
+            "slices": case.n,
+            "virtual_stages": case.v,
+            "vocab_parallel": case.vocab_parallel,
+        },
         "memory": {"recompute": case.recompute},
         "data": {"corpus": "unused", "sequence_length": S},
         "train": {
@@ -148,7 +155,7 @@ def report_gradients(rank: int, world: int, case: Case, mutation: str | None) ->
 def report(session: Session, loss: float) -> RankReport:
     """What the session's last step left behind."""
     weights, gradients = copies(session.weights()), copies(session.gradients())
-    return RankReport(loss, weights, gradients, session.peak_units, session.peak_kv_slots)
+    return RankReport(loss, weights, gradients, session.peak_units, session.peak_kv_slots, tuple(session.shards))
 
 
 def roughen(weights: Mapping[str, Tensor]) -> None:
@@ -164,11 +171,17 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def gathered(what: str, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All ranks' tensors by name. Those that two ranks hold (a tied embedding) must be the same bits."""
+def gathered(what: str, parts: Iterable[Mapping[str, Tensor]], cut: Sequence[str] = ()) -> dict[str, Tensor]:
+    """All ranks' tensors by name. Those that two ranks hold (a tied embedding) must be the same bits.
+
+    Of the names in `cut` every rank holds some rows: they are put one under the other.
+    """
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
+            if name in cut:
+                found[name] = torch.cat([found[name], tensor]) if name in found else tensor
+                continue
             if name in found and not torch.equal(found[name], tensor):
                 raise AssertionError(
                     f"{what} {name} differs between ranks by {relative_error(tensor, found[name]):.1e}"
@@ -183,8 +196,8 @@ def discrepancies(case: Case, reports: Sequence[RankReport]) -> list[str]:
     if len(losses) != 1:
         return [f"loss differs between ranks: {losses}"]
     try:
-        weights = gathered("weight", (report.weights for report in reports))
-        gradients = gathered("gradient", (report.gradients for report in reports))
+        weights = gathered("weight", (report.weights for report in reports), reports[0].cut)
+        gradients = gathered("gradient", (report.gradients for report in reports), reports[0].cut)
     except AssertionError as error:
         return [str(error)]
     spec = spec_of(case)

@@ -25,7 +25,8 @@ def run_in_threads(case: Case, communicator: Callable[[Link], Hashable] = lambda
 
     def one_rank(rank: int) -> RankReport:
         try:
-            session = Session(config_of(case), transport=world.transport(rank), rank=rank)
+            traffic = world.collectives(rank) if case.vocab_parallel else None
+            session = Session(config_of(case), transport=world.transport(rank), collectives=traffic, rank=rank)
             roughen(session.weights())
             return report(session, session.step_gradients(*batch_of(case)))
         finally:

@@ -75,6 +75,8 @@ class Case:
     micro_batch: int
     layers: str
     rope: str
+    vocab_parallel: bool = False
+    """Not drawn: the tests of vocabulary parallelism run every case that can have it once more with it."""
 
     @property
     def layer_count(self) -> int:
@@ -87,6 +89,7 @@ class Case:
     def __str__(self) -> str:
         options = [self.kv, "tied" if self.tied else "untied", f"mask_{self.mask}", f"recompute_{self.recompute}"]
         options += ["qknorm"] * self.qk_norm + [f"mb{self.micro_batch}", f"L{self.layer_count}", f"rope_{self.rope}"]
+        options += ["vocab"] * self.vocab_parallel
         return f"{self.schedule}-p{self.pp}-v{self.v}-n{self.n}-m{self.m}-" + "-".join(options)
 
 

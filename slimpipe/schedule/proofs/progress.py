@@ -17,7 +17,7 @@ from slimpipe.schedule.wire import Wires
 
 def prove_progress(plan: Plan) -> None:
     """Raises PlanError at the lowest stuck rank's action, and says what every stuck rank waits for."""
-    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None))).run()
+    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), meetings)).run()
     if stuck:
         raise _deadlock(plan, stuck)
 

@@ -1,0 +1,81 @@
+"""Collective operations among all pipeline ranks, beside the work between: reduce, broadcast, gather.
+
+Each channel has a communicator, and on a GPU a stream, of its own; NCCL runs a communicator's operations in posting
+order, so the plan has every rank post them in the same one (schedule.vocabulary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Channel = Literal["output", "embedding"]
+CHANNELS: tuple[Channel, ...] = ("output", "embedding")
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Its result, once the work that follows may use it (on a GPU the device waits, not the host)."""
+        ...
+
+
+class Collectives(Protocol):
+    """Operations over all pipeline ranks; roots are pipeline ranks. The host never waits here."""
+
+    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        """Sum of every rank's tensor, at `root` (elsewhere `wait` gives back the rank's own)."""
+        ...
+
+    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        """`root`'s tensor everywhere; elsewhere `tensor` is overwritten."""
+        ...
+
+    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
+        """Every rank's tensor, stacked by rank, on every rank."""
+        ...
+
+
+class _Work:
+    def __init__(self, work: dist.Work | None, result: Tensor, kept: Tensor) -> None:
+        self._work, self._result, self._kept = work, result, kept
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+class DistributedCollectives:
+    """torch.distributed, gloo or NCCL. Creation is collective over all processes of the default group."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
+        self._ranks = ranks
+        bind = device if device.type == "cuda" else None
+        self._groups = {
+            channel: dist.new_group(list(ranks), device_id=bind, group_desc=f"vocabulary {channel}")
+            for channel in CHANNELS
+        }
+        for group in self._groups.values():  # sets the channels up, in one order
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        tensor = tensor.contiguous()
+        work = dist.reduce(tensor, self._ranks[root], group=self._groups[channel], async_op=True)
+        return _Work(work, tensor, tensor)
+
+    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+        tensor = tensor.contiguous()
+        work = dist.broadcast(tensor, self._ranks[root], group=self._groups[channel], async_op=True)
+        return _Work(work, tensor, tensor)
+
+    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
+        tensor = tensor.contiguous()
+        parts = tensor.new_empty(len(self._ranks), *tensor.shape)
+        work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[channel], async_op=True)
+        return _Work(work, parts, tensor)

@@ -1,0 +1,67 @@
+"""Models of a user's own that go wrong: at a named place in the middle of training, or by breaking the contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from torch import Tensor, nn
+
+from slimpipe.config import Config
+from slimpipe.models.contract import Slice
+from slimpipe.models.llama import Block, Llama
+
+MISBEHAVIOUR = "SLIMPIPE_TEST_MISBEHAVIOUR"
+"""`raise 6 2 3`: in layer 6 at its third visit to slice 2, raise. Also `die`: SIGKILL itself; and `sleep`: for ever."""
+
+
+class Misbehaving(Llama):
+    """Llama, but for what the environment's `MISBEHAVIOUR` says."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(MisbehavingBlock(config, layer) for layer in range(config.model.layers))
+
+
+class MisbehavingBlock(Block):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        what, *where = os.environ[MISBEHAVIOUR].split()
+        at_layer, self.slice, self.visits = map(int, where)
+        self.what = what if at_layer == layer else None
+        self.slice_tokens = config.data.sequence_length // config.pipeline.slices
+
+    def forward(self, x: Tensor, slice: Slice) -> Tensor:
+        if self.what is not None and int(slice.positions[0]) == self.slice * self.slice_tokens:
+            self.visits -= 1
+            if self.visits == 0:
+                misbehave(self.what)
+        return super().forward(x, slice)
+
+
+def misbehave(what: str) -> None:
+    if what == "raise":
+        raise ArithmeticError("this block has had enough")
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(1)
+
+
+class WithoutHead(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        del self.head
+
+
+class WithoutOutputWeight(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.head = nn.LayerNorm(config.model.hidden_size, elementwise_affine=False)
+
+
+class OneLayerShort(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = self.layers[:-1]

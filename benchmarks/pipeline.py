@@ -38,11 +38,13 @@ GIB = 2**30
 
 # FACTS.md section 3: 16 layers of the Llama-8B shape, two pipeline ranks.
 CASES: dict[str, dict[str, Any]] = {
-    "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none"},
-    "16k-n4-v2": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none"},
-    "16k-n4-v1-norms": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "norms"},
-    "64k-n8": {"length": 65536, "m": 2, "n": 8, "v": 1, "recompute": "norms"},
-    "64k-n16": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms"},
+    "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False},
+    "16k-n4-v1-vocab": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": True},
+    "16k-n4-v2": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none", "vocab": False},
+    "16k-n4-v2-vocab": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none", "vocab": True},
+    "64k-n8": {"length": 65536, "m": 2, "n": 8, "v": 1, "recompute": "norms", "vocab": False},
+    "64k-n16": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False},
+    "64k-n16-vocab": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True},
 }
 COLUMNS = {
     "case": "",
@@ -54,7 +56,7 @@ COLUMNS = {
     "activation_gib": ".2f",
     "expected_gib": ".2f",
     "activation_error": "+.1%",
-    "peak_gib": ".1f",
+    "peak_gib_by_rank": "",
     "loss": ".3f",
     "failed": "",
 }
@@ -73,7 +75,12 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
                 "rope_theta": 500000.0,
             },
             "parallel": {"pp": ranks},
-            "pipeline": {"schedule": "slimpipe", "slices": case["n"], "virtual_stages": case["v"]},
+            "pipeline": {
+                "schedule": "slimpipe",
+                "slices": case["n"],
+                "virtual_stages": case["v"],
+                "vocab_parallel": case["vocab"],
+            },
             "memory": {"recompute": case["recompute"]},
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
             "optim": {"lr": 1e-4, "warmup_steps": 1},
@@ -136,10 +143,13 @@ def worker(case: dict[str, Any], steps: int) -> None:
             "tokens_per_s": case["m"] * case["length"] / seconds,
             "bubble": statistics.median(row.bubble for row in later),
             "bubble_formula": simulate(session.plan, equal_costs()).bubble_fraction,
+            "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
+            "ce_chunk": session.ce_chunk,
             "loss": rows[-1].loss,
             "grad_norm": rows[-1].grad_norm,
             "ready_s": round(ready, 1),
             **worst,
+            "peak_gib_by_rank": " ".join(f"{found['peak_gib']:.1f}" for found in everyone),
             "by_rank": everyone,
         }
         print("ROW " + json.dumps(row), flush=True)

@@ -65,7 +65,7 @@ class Config(BaseModel):
 
     @property
     def vocab_parallel(self) -> bool:
-        """Whether embedding and output layer are cut into rows over the pipeline's ranks (one rank cuts nothing)."""
+        """Whether embedding and output layer are cut into rows over the pipeline's ranks (one rank: never)."""
         asked = self.pipeline.vocab_parallel
         wanted = False if asked is None else asked
         return wanted and self.parallel.pp > 1
@@ -95,8 +95,8 @@ class Config(BaseModel):
         if pipeline.vocab_parallel and pipeline.schedule != "slimpipe":
             yield pipeline.problem(
                 "vocab_parallel",
-                f"its passes need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to false, or "
-                "pipeline.schedule to slimpipe",
+                f"its passes need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to false, "
+                "or pipeline.schedule to slimpipe",
             )
         lot = self.parallel.dp * train.micro_batch
         if train.global_batch % lot:

@@ -239,7 +239,7 @@ class TrainConfig(Section):
     attention: Literal["auto", "plain", "flash", "cudnn"] = Field(default="auto", description="Attention backend.")
     ce_chunk: PositiveInt | None = Field(
         default=None,
-        description="Tokens a chunk of the output layer: bounds its temporaries. Default: by the free memory; it is shown.",
+        description="Tokens a chunk of the output layer: bounds its temporaries. Default: by free memory, and shown.",
     )
     z_loss: NonNegativeFloat = Field(
         default=0.0, description="Weight of the squared log-sum-exp of the logits in the loss; keeps it near 0."

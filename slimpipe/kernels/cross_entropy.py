@@ -134,6 +134,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, ctx.dw, None, None, None, None
 
 
+def linear_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, loss: Loss) -> Tensor:
+    """hidden [b, s, H] -> the loss of each token [b, s] fp32, not scaled, 0 where the label is -100; no gradient."""
+    x, flat, total = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weight.shape[0]
+    parts = []
+    for start in range(0, x.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        statistics = shard_statistics(x[rows] @ weight.T, flat[rows], 0, total)
+        parts.append(token_losses(statistics, flat[rows], total, loss))
+    return torch.cat(parts).view_as(labels)
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token embedding whose gradient goes straight into fp32: no dense [V, H] gradient a slice. Whole, and a shard of it."""
+"""Token embedding, whole or a shard, whose gradient goes straight into fp32: no dense [V, H] gradient a slice."""
 
 from __future__ import annotations
 

@@ -1,20 +1,19 @@
 """Collective operations among all pipeline ranks, beside the work between: reduce, broadcast, gather.
 
-Each channel has a communicator, and on a GPU a stream, of its own; NCCL runs a communicator's operations in posting
+Each communicator has, on a GPU, a stream of its own; NCCL runs a communicator's operations in posting
 order, so the plan has every rank post them in the same one (schedule.vocabulary).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Channel = Literal["output", "embedding"]
-CHANNELS: tuple[Channel, ...] = ("output", "embedding")
+from slimpipe.schedule.collectives import COMMUNICATORS, Communicator
 
 
 class Pending(Protocol):
@@ -28,15 +27,15 @@ class Pending(Protocol):
 class Collectives(Protocol):
     """Operations over all pipeline ranks; roots are pipeline ranks. The host never waits here."""
 
-    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+    def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         """Sum of every rank's tensor, at `root` (elsewhere `wait` gives back the rank's own)."""
         ...
 
-    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+    def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         """`root`'s tensor everywhere; elsewhere `tensor` is overwritten."""
         ...
 
-    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
+    def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
         """Every rank's tensor, stacked by rank, on every rank."""
         ...
 
@@ -58,24 +57,24 @@ class DistributedCollectives:
         self._ranks = ranks
         bind = device if device.type == "cuda" else None
         self._groups = {
-            channel: dist.new_group(list(ranks), device_id=bind, group_desc=f"vocabulary {channel}")
-            for channel in CHANNELS
+            communicator: dist.new_group(list(ranks), device_id=bind, group_desc=f"vocabulary {communicator}")
+            for communicator in COMMUNICATORS
         }
-        for group in self._groups.values():  # sets the channels up, in one order
+        for group in self._groups.values():  # sets them up, in one order
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+    def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         tensor = tensor.contiguous()
-        work = dist.reduce(tensor, self._ranks[root], group=self._groups[channel], async_op=True)
+        work = dist.reduce(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
         return _Work(work, tensor, tensor)
 
-    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
+    def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         tensor = tensor.contiguous()
-        work = dist.broadcast(tensor, self._ranks[root], group=self._groups[channel], async_op=True)
+        work = dist.broadcast(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
         return _Work(work, tensor, tensor)
 
-    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
+    def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
         tensor = tensor.contiguous()
         parts = tensor.new_empty(len(self._ranks), *tensor.shape)
-        work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[channel], async_op=True)
+        work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[communicator], async_op=True)
         return _Work(work, parts, tensor)

@@ -22,6 +22,10 @@ from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
 from slimpipe.schedule.transfers import kind_of, link_of
 
+FORWARD_ONLY = frozenset(
+    {Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT}
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -115,10 +119,34 @@ class Engine:
         self._check_empty()
         return self._loss
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Forward only: the loss of every token [m, b, S] fp32 on the rank of the last stage, zero elsewhere.
+
+        Walks the step's own list without its backwards: what is left is in an order that every rank shares still, and a
+        slot is taken again only by forwards that came after the backward of its slice, so after the last use of it. The
+        batch's scale does not matter. Training state stays as it is.
+        """
+        self._begin(batch)
+        for action in self.actions:
+            if action.op in FORWARD_ONLY:
+                self.progress.now(str(action))
+                self.methods[action.op](action)
+        self.transport.finish()
+        losses = torch.zeros(batch.labels.shape, dtype=batch.scale.dtype, device=batch.labels.device)
+        by_unit = self._token_losses
+        if self.vocabulary is not None:
+            self.vocabulary.finish()
+            by_unit = self.vocabulary.token_losses
+        for unit, found in by_unit.items():
+            self._cut(losses, unit).copy_(found)
+        return losses
+
     def _begin(self, batch: Batch) -> None:
         self._batch = batch
         self._loss = torch.zeros_like(batch.scale)
         self._one = torch.ones_like(batch.scale)
+        self._token_losses: dict[Unit, Tensor] = {}
         self._saved: dict[Unit, tuple[Tensor, GradientEdge]] = {}
         self._receives: dict[tuple[Op, Unit], Receive] = {}
         self._outputs: dict[tuple[Op, Unit], Tensor] = {}
@@ -132,16 +160,16 @@ class Engine:
     def forward(self, action: Action) -> None:
         """Input from the data or the stage before; keep it and an edge of the output; hand the output on."""
         unit, stage = action.unit, self.stages[action.unit.chunk]
-        self._open(unit)
         with self.clock.waiting(action.op.value):
             x = self._input(action)
         with self.clock.busy(str(action)):
             out = stage.forward(x, self._context(unit))
             if stage.last and self.vocabulary is None:
-                out = stage.loss(out, self._labels(unit), self._batch.scale, self.ce_chunk, self.loss)
-                self._loss += out.detach()
-        # An edge, not the output: the output's storage is free as soon as it has been sent.
-        self._saved[unit] = (x, get_gradient_edge(out))
+                out = self._loss_of(stage, out, unit)
+        if torch.is_grad_enabled():
+            self._open(unit)
+            # An edge, not the output: the output's storage is free as soon as it has been sent.
+            self._saved[unit] = (x, get_gradient_edge(out))
         if not stage.last:
             self._hand_on(action, out.detach())
         elif self.vocabulary is not None:
@@ -172,6 +200,16 @@ class Engine:
         """Starts the receive; the unit's forward or backward waits for it."""
         used_by = Op(kind_of(action.op))
         self._receives[used_by, action.unit] = self.transport.post_receive(link_of(self.rank, action))
+
+    def _loss_of(self, stage: Stage, hidden: Tensor, unit: Unit) -> Tensor:
+        """The slice's scaled loss, added to the step's; without gradients, its tokens' losses."""
+        if torch.is_grad_enabled():
+            loss = stage.loss(hidden, self._labels(unit), self._batch.scale, self.ce_chunk, self.loss)
+            self._loss += loss.detach()
+            return loss
+        losses = stage.token_losses(hidden, self._labels(unit), self.ce_chunk, self.loss)
+        self._token_losses[unit] = losses
+        return losses
 
     def place(self, unit: Unit) -> SlicePlace:
         """Where the unit's keys, values and past lie in its chunk's slots."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimpipe.runtime.collectives import Channel, Pending
+from slimpipe.runtime.collectives import Pending
 from slimpipe.runtime.transport import SEND_WINDOW, Receive
 from slimpipe.schedule import Link
+from slimpipe.schedule.collectives import Communicator
 
 
 class InOrderDeadlock(RuntimeError):
@@ -29,7 +30,7 @@ class _Collective:
     """One rank's part of an operation that all ranks take part in."""
 
     kind: str
-    channel: Channel
+    communicator: Communicator
     rank: int
     tensor: Tensor
     root: int = 0
@@ -40,7 +41,7 @@ class _Collective:
         return self.result is not None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} waits for a {self.kind} on channel {self.channel}"
+        return f"rank {self.rank} waits for a {self.kind} on communicator {self.communicator}"
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class InOrderWorld:
         self.ranks, self._communicator = ranks, communicator
         self._changed = threading.Condition()
         self._queues: dict[tuple[int, Hashable], deque[_Posted]] = {}
-        self._collectives: dict[tuple[int, Channel], deque[_Collective]] = {}
+        self._collectives: dict[tuple[int, Communicator], deque[_Collective]] = {}
         self._waiting: dict[int, _Posted | _Collective] = {}
         self._finished: set[int] = set()
         self._stuck: str | None = None
@@ -85,8 +86,8 @@ class InOrderWorld:
 
     def post_collective(self, operation: _Collective) -> None:
         with self._changed:
-            self._collectives.setdefault((operation.rank, operation.channel), deque()).append(operation)
-            queues = [self._collectives.get((rank, operation.channel)) for rank in range(self.ranks)]
+            self._collectives.setdefault((operation.rank, operation.communicator), deque()).append(operation)
+            queues = [self._collectives.get((rank, operation.communicator)) for rank in range(self.ranks)]
             while all(queues):
                 _carry_out([queue.popleft() for queue in queues if queue])
             self._changed.notify_all()
@@ -156,22 +157,22 @@ class _PendingCollective:
 
 
 class InOrderCollectives:
-    """One rank's end of the collectives of an `InOrderWorld`: a channel's run in posting order on every rank."""
+    """One rank's end of the collectives of an `InOrderWorld`: a communicator's run in posting order on every rank."""
 
     def __init__(self, world: InOrderWorld, rank: int) -> None:
         self._world, self._rank = world, rank
 
-    def reduce(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
-        return self._post("reduce", channel, tensor, root)
+    def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
+        return self._post("reduce", communicator, tensor, root)
 
-    def broadcast(self, channel: Channel, tensor: Tensor, root: int) -> Pending:
-        return self._post("broadcast", channel, tensor, root)
+    def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
+        return self._post("broadcast", communicator, tensor, root)
 
-    def gather(self, channel: Channel, tensor: Tensor) -> Pending:
-        return self._post("gather", channel, tensor, 0)
+    def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
+        return self._post("gather", communicator, tensor, 0)
 
-    def _post(self, kind: str, channel: Channel, tensor: Tensor, root: int) -> Pending:
-        operation = _Collective(kind, channel, self._rank, tensor.contiguous(), root)
+    def _post(self, kind: str, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
+        operation = _Collective(kind, communicator, self._rank, tensor.contiguous(), root)
         self._world.post_collective(operation)
         return _PendingCollective(self._world, operation)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy
+from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy, linear_token_losses
 from slimpipe.models.contract import Slice, initialise
 from slimpipe.schedule import Shape
 
@@ -44,6 +44,12 @@ class Stage:
         assert self.head is not None
         weight: Tensor = self.head.weight  # type: ignore[assignment]
         return linear_cross_entropy(hidden, weight, labels, scale, chunk, loss)
+
+    def token_losses(self, hidden: Tensor, labels: Tensor, chunk: int, loss: Loss) -> Tensor:
+        """The loss of every token [b, s], without gradients; where `loss` can be called."""
+        assert self.head is not None
+        weight: Tensor = self.head.weight  # type: ignore[assignment]
+        return linear_token_losses(hidden, weight, labels, chunk, loss)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -39,7 +39,7 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's rows of a vocabulary-sized weight: `weight` [c, H], of which `rows.count` are real and the rest padding."""
+    """A rank's rows of a vocabulary-sized weight: `weight` [c, H], `rows.count` of them real, the rest padding."""
 
     weight: nn.Parameter
     rows: Rows
@@ -277,8 +277,8 @@ def build_shards(
 ) -> tuple[Shards, dict[str, Shard]]:
     """This rank's rows of the model's two vocabulary-sized weights, and the same by layout-free name.
 
-    The first values are those of the whole weight, of which the rank keeps its rows: the same in every layout. Padding is
-    zero. Raises ValueError where the model's embedding is more than a table.
+    The first values are those of the whole weight, of which the rank keeps its rows: the same in every layout.
+    Padding is zero. Raises ValueError where the model's embedding is more than a table.
     """
     if type(model.embedding) not in (Embedding, nn.Embedding):
         raise ValueError(

@@ -109,7 +109,8 @@ def _sample(
         positions = torch.arange(done, done + len(new), device=device)
         hidden = stage.forward(torch.tensor([new], device=device), CachedSlice(cache, positions, backend))
         assert stage.head is not None
-        logits = (hidden[0, -1] @ stage.head.weight.T).float().cpu()
+        weight: Tensor = stage.head.weight  # type: ignore[assignment]
+        logits = (hidden[0, -1] @ weight.T).float().cpu()
         done += len(new)
         new = [_pick(logits, temperature, top_k, generator)]
         yield new[0]

@@ -10,7 +10,7 @@ import time
 import traceback
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -26,6 +26,8 @@ from slimpipe.train.session import Session
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
+
+_LET_THE_CAUSE_BE_SEEN: Final = 5.0  # seconds
 
 
 def train(config: Config) -> None:
@@ -104,6 +106,7 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
                         "tokens_per_s": tokens_per_s,
                         "peak_memory_bytes": max(row.peak_memory_bytes),
                         "bubble": row.bubble,
+                        "waits": row.waits,
                         "peak_memory_bytes_by_rank": row.peak_memory_bytes,
                     }
                 )
@@ -170,7 +173,10 @@ def _fail(error: BaseException, rank: int, progress: Progress) -> None:
     """Says which rank failed, at what, and why; then ends the process."""
     sys.stderr.write(_failure(error, rank, progress.doing))
     sys.stderr.flush()
-    if isinstance(error, Exception):
+    if _is_lost_contact(error):
+        # torchrun reports the first process to end as the cause, and ends the others: wait for that.
+        time.sleep(_LET_THE_CAUSE_BE_SEEN)
+    elif isinstance(error, Exception):
         get_error_handler().record_exception(error)
     sys.stdout.flush()
     os._exit(1)
@@ -179,7 +185,11 @@ def _fail(error: BaseException, rank: int, progress: Progress) -> None:
 def _failure(error: BaseException, rank: int, doing: str) -> str:
     stamp = datetime.now().strftime("%H:%M:%S")
     where = f"[{stamp}] rank {rank} failed at: {doing}"
-    if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+    if _is_lost_contact(error):
         # The peer's own message says what happened; this one's stack would only bury it.
         return f"{where}: lost contact with another rank, which has failed or was killed\n"
     return f"{where}\n{''.join(traceback.format_exception(error))}"
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()

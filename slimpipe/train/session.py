@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ByRows
 
 from slimpipe.kernels.attention import select_backend
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
@@ -22,7 +23,7 @@ from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.stage import build_stages, parameter_names
 from slimpipe.runtime.transport import DistributedTransport, Transport
-from slimpipe.runtime.vocabulary import VocabularyPasses, build_shards
+from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Plan, build, check, links, lower, place_layers, replay_in_order
@@ -54,6 +55,7 @@ def make_plan(config: Config) -> Plan:
     plan = build(config.pipeline.schedule, config.shape)
     if config.vocab_parallel:
         from slimpipe.schedule import add_vocabulary  # TEMP
+
         plan = add_vocabulary(plan)
     plan = lower(plan)
     check(plan)
@@ -64,8 +66,9 @@ def make_plan(config: Config) -> Plan:
 class Session:
     """Everything a rank needs to train. Collective: every rank of the process group makes one, from the same config.
 
-    With no process group it is a whole run of one rank. `transport` and `collectives` replace the distributed ones (tests);
-    `rank` then says which pipeline rank this is, and what needs a group (norms, tied weights, metrics) is the caller's.
+    With no process group it is a whole run of one rank. `transport` and `collectives` replace the distributed ones
+    (tests); `rank` then says which pipeline rank this is, and what needs a group (norms, tied weights, metrics) is
+    the caller's.
     """
 
     def __init__(
@@ -98,7 +101,8 @@ class Session:
             "dtype": self.dtype,
             "device": self.device,
         }
-        shards, self.shards = None, {}
+        shards: Shards | None = None
+        self.shards: dict[str, Shard] = {}
         if config.vocab_parallel:
             shards, self.shards = build_shards(model, self.shape.p, self.rank, **values)
         self.stages = build_stages(
@@ -158,7 +162,7 @@ class Session:
         return {name: self._real_rows(name, parameter.data) for name, parameter in self.parameters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's fp32 gradients of the last step by layout-free name; of those in `shards` only the rank's rows."""
+        """This rank's fp32 gradients of the last step by layout-free name; of those in `shards` only its own rows."""
         return {name: self._real_rows(name, gradient) for name, gradient in self.gradient_buffer.views().items()}
 
     def _real_rows(self, name: str, tensor: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ class Session:
         return DTensor.from_local(
             self._real_rows(name, tensor),
             self.mesh["pp"],
-            [Shard(0)],
+            [ByRows(0)],
             run_check=False,
             shape=torch.Size((total, width)),
             stride=(width, 1),
@@ -202,6 +206,16 @@ class Session:
         if self.group is not None:
             dist.all_reduce(loss, group=self.group)
         return float(loss)
+
+    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Forward only: the loss of every token [global batch, S] fp32 on the host of every rank, 0 where masked.
+
+        Arguments as for `step_gradients`; smoothing and z-loss included. Leaves training state as it is.
+        """
+        losses = self.engine.evaluate(self._batch(tokens, labels, scale=1.0))
+        if self.group is not None:
+            dist.all_reduce(losses, group=self.group)
+        return losses.flatten(0, 1).cpu()
 
     def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
         """One optimizer step on one global batch; arguments as for `step_gradients`."""
@@ -220,7 +234,9 @@ class Session:
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
-        kinds = sorted({action.op.value for action in self.engine.actions if not (action.op.is_send or action.op.is_recv)})
+        kinds = sorted(
+            {action.op.value for action in self.engine.actions if not (action.op.is_send or action.op.is_recv)}
+        )
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, self._peak_memory(), *waited]
         rows = self._gather(torch.tensor(mine, dtype=torch.float64, device=self.device))
@@ -241,13 +257,16 @@ class Session:
         if valid == 0:
             raise ValueError("the step's labels are all masked (-100): there is nothing to learn from")
         self.gradient_buffer.zero()
-        split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
-        scale = torch.tensor(1.0 / valid, dtype=self.gradient_buffer.buffer.dtype, device=self.device)
-        loss = self.engine.step(Batch(self._move(tokens).view(split), self._move(labels).view(split), scale))
+        loss = self.engine.step(self._batch(tokens, labels, scale=1.0 / valid))
         if self._tied_group is not None and self._tied is not None:
             self.progress.now("sum of the tied embedding's gradients")
             sum_tied(self.gradients()[self._tied], self._tied_group)
         return loss
+
+    def _batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
+        split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
+        on_device = torch.tensor(scale, dtype=self.gradient_buffer.buffer.dtype, device=self.device)
+        return Batch(self._move(tokens).view(split), self._move(labels).view(split), on_device)
 
     def _move(self, data: Tensor) -> Tensor:
         if self.device.type == "cuda" and data.device.type == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,8 @@ def test_the_run_is_left_in_its_folder(pipelined: Run) -> None:
 def test_alone_without_torchrun_the_losses_are_the_same(pipelined: Run, plain: Run) -> None:
     assert plain.finished.code == 0, plain.finished.err
     assert plain.losses[:STEPS] == pytest.approx(pipelined.losses, rel=1e-5)
-    norms = [[row["grad_norm"] for row in run.rows[:STEPS]] for run in (plain, pipelined)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    # Of the first step only: Adam's steps make much of rounding, and norms, unlike losses, of where the weights are.
+    assert plain.rows[0]["grad_norm"] == pytest.approx(pipelined.rows[0]["grad_norm"], rel=1e-5)
 
 
 def test_a_second_run_into_the_same_folder_is_refused(pipelined: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,8 @@ def test_every_rank_traces_its_actions_and_transfers_in_order(pipelined: Run) ->
         traced = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert traced == [f"[rank {rank}] {shown(action)}" for action in plan.ranks[rank]] * STEPS
     # No line ran into another rank's.
-    known = re.compile(r"\[rank [01]\] \S+(  (──▶|◀──) rank [01])?|step \d/8  loss .*|(slimpipe|layers by|tokens|checkp).*")
+    traced_line = r"\[rank [01]\] \S+(  (──▶|◀──) rank [01])?"
+    known = re.compile(rf"{traced_line}|step \d/{STEPS}  loss .*|(slimpipe|layers by|tokens|checkpoint).*")
     assert [line for line in lines if not known.fullmatch(line)] == []
 
 
@@ -154,7 +156,9 @@ def stored(run: Run) -> Iterator[tuple[str, Tensor]]:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
     yield from state.items()
 
 
@@ -201,7 +205,7 @@ def complete(run: Run, max_tokens: int = 24, temperature: float = 0.8, top_k: in
 def test_generate_completes_a_prompt_the_same_under_a_seed(pipelined: Run) -> None:
     arguments = ["generate", str(pipelined.output), "--prompt", PROMPT, "--max-tokens", "24", "--seed", "5"]
     finished = slimpipe(*arguments, "--device", "cpu")
-    assert finished.code == 0, finished.err
+    assert (finished.code, finished.err) == (0, "")
     assert finished.out.startswith(PROMPT) and len(finished.out) > len(PROMPT) + 1
     assert finished.out == complete(pipelined, seed=5) + "\n"
     assert complete(pipelined, seed=5) != complete(pipelined, seed=6)

@@ -86,6 +86,7 @@ def replaced(token: str, by: str) -> Callable[[Tokens], None]:
 COMPUTE_MUTATIONS = {
     "slices forward out of order": (1, swap("F0.1@0", "F0.2@0"), "F0.2@0", "expected F0.1@0"),
     "slices backward out of order": (1, swap("B0.3@1", "B0.4@1"), "B0.3@1", "expected B0.4@1"),
+    "last slice's backward not first": (1, swap("B0.4@1", "B0.5@1"), "B0.4@1", "expected B0.5@1"),
     "a unit twice": (0, after("F0.1@0", "F0.1@0"), "F0.1@0", "expected each unit once"),
     "a backward twice": (2, after("B0.5@1", "B0.5@1"), "B0.5@1", "expected each unit once"),
     "a forward missing": (2, drop("F1.5@1"), "B1.5@1", "expected F1.5@1 earlier"),

@@ -97,6 +97,10 @@ def test_svg_is_self_contained_and_has_no_background() -> None:
 def test_svg_writes_slices_where_there_is_room() -> None:
     roomy = draw_svg(simulate(build("slimpipe", Shape(2, 2, 4, 1)), equal_costs()))
     assert ">3b</text>" in roomy
+    assert "number: slice; letter: chunk" in roomy
+    whole = draw_svg(simulate(build("1f1b", Shape(2, m=6)), equal_costs()))
+    assert ">5</text>" in whole
+    assert "number: microbatch" in whole
     cramped = draw_svg(simulate(build("slimpipe", Shape(8, 1, 64, 8)), sliced_costs(64, 0.8)))
     assert ">63</text>" not in cramped
 

@@ -26,6 +26,7 @@ from slimpipe.schedule import (
     build,
     equal_costs,
     lower,
+    peak_units,
     simulate,
     sliced_costs,
 )
@@ -145,6 +146,27 @@ def test_transfers_that_do_not_match_are_refused() -> None:
     receives[0], receives[1] = receives[1], receives[0]
     with pytest.raises(PlanError, match=r"link F 0>1: .* meets the receive of"):
         simulate(Plan(plan.name, plan.shape, (plan.ranks[0], tuple(receives))), equal_costs())
+
+
+def test_a_tensor_made_twice_is_refused() -> None:
+    """Rather than simulated into nonsense: the simulator expects a plan that has been checked."""
+    plan = build("gpipe", Shape(p=2, m=1))
+    with pytest.raises(PlanError, match="activation of microbatch 0, slice 0 out of stage 0: happened twice"):
+        simulate(Plan(plan.name, plan.shape, (plan.ranks[0][:1] + plan.ranks[0], plan.ranks[1])), equal_costs())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "units", "of_chunk_0"),
+    [
+        ("", 0, 0),
+        ("F0.0@0 F0.1@0 F0.0@1 B0.0@1 B0.1@0 B0.0@0", 3, 2),
+        ("F0.0@0 F1.0@0 F2.0@1 B0.0@0 B1.0@0 B2.0@1 F3.0@1 B3.0@1", 3, 2),
+    ],
+)
+def test_peak_units(tokens: str, units: int, of_chunk_0: int) -> None:
+    actions = [Action.parse(token) for token in tokens.split()]
+    assert peak_units(actions) == units
+    assert peak_units(actions, chunk=0) == of_chunk_0
 
 
 class Barrier(Rule):

@@ -90,6 +90,8 @@ def reference_loss_and_grads(
     tokens_BS: Tensor,
     labels_BS: Tensor,
     dtype: torch.dtype = torch.float32,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the batch's valid tokens, as a float64 scalar, and the gradient of every weight, in `dtype`.
 
@@ -102,12 +104,19 @@ def reference_loss_and_grads(
         wrong = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
         raise ValueError(f"weights do not fit the spec: {[(n, given.get(n), expected.get(n)) for n in wrong]}")
     leaves = {name: weight.detach().to(dtype).clone().requires_grad_() for name, weight in weights.items()}
-    loss = _loss(spec, leaves, tokens_BS, labels_BS)
+    loss = _loss(spec, leaves, tokens_BS, labels_BS, z_loss, label_smoothing)
     grads = torch.autograd.grad(loss, list(leaves.values()))
     return loss.detach().double(), dict(zip(leaves, grads, strict=True))
 
 
-def _loss(spec: LlamaSpec, w: Mapping[str, Tensor], tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+def _loss(
+    spec: LlamaSpec,
+    w: Mapping[str, Tensor],
+    tokens_BS: Tensor,
+    labels_BS: Tensor,
+    z_loss: float,
+    label_smoothing: float,
+) -> Tensor:
     valid = int((labels_BS != IGNORED).sum())
     if valid == 0:
         raise ValueError("no valid token in the batch: the mean loss is undefined")
@@ -121,7 +130,15 @@ def _loss(spec: LlamaSpec, w: Mapping[str, Tensor], tokens_BS: Tensor, labels_BS
         x_BSH = x_BSH + (gate * torch.sigmoid(gate) * up) @ w[at + "mlp.down.weight"].T
     head_VH = w["embedding.weight"] if spec.tied else w["head.weight"]
     logits_BSV = _rms_norm(x_BSH, w["head.norm.weight"], spec) @ head_VH.T
-    total = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        logits_BSV.flatten(0, 1),
+        labels_BS.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if z_loss:
+        total = total + z_loss * logits_BSV.logsumexp(-1)[labels_BS != IGNORED].square().sum()
     return total / valid
 
 

@@ -10,6 +10,7 @@ from slimpipe.schedule.costs import equal_costs
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.flow import Flow, Stuck
 from slimpipe.schedule.plan import Plan, PlanError, Shape
+from slimpipe.schedule.rendezvous import Meetings
 from slimpipe.schedule.simulate import base_rules
 from slimpipe.schedule.transfers import Tensor, ends
 from slimpipe.schedule.wire import Wires
@@ -17,7 +18,7 @@ from slimpipe.schedule.wire import Wires
 
 def prove_progress(plan: Plan) -> None:
     """Raises PlanError at the lowest stuck rank's action, and says what every stuck rank waits for."""
-    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), meetings)).run()
+    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), Meetings(plan.shape.p, None))).run()
     if stuck:
         raise _deadlock(plan, stuck)
 

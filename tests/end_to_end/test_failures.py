@@ -1,0 +1,79 @@
+"""A rank that raises, dies or hangs in mid-step takes the job down at once, and the output says which and where."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import QUICKSTART, Finished, slimpipe
+from tests.support.failing_models import MISBEHAVIOUR
+
+# Layer 6 of 8 is on rank 1 of 2. With two microbatches, its third visit to slice 2 is F0.2@0 of the second step.
+PLACE = "6 2 3"
+ACTION = "F0.2@0"
+STALLED = 3
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job that has failed, and its folder."""
+
+    output: Path
+    finished: Finished
+
+
+def train(what: str, small: list[str], output: Path, *overrides: str) -> Failed:
+    model = "model.name=tests.support.failing_models:Misbehaving"
+    arguments = ["train", QUICKSTART, *small, model, "train.steps=4", *overrides, f"train.output={output}"]
+    # Collective operations would wait ten minutes for a rank: a job that has to be ended by the limit is a failure
+    # here.
+    return Failed(output, slimpipe(*arguments, ranks=2, limit=120, **{MISBEHAVIOUR: f"{what} {PLACE}"}))
+
+
+def assert_failed_in_the_second_step(failed: Failed) -> None:
+    """The first step is recorded; nothing passes for a finished run."""
+    assert failed.finished.code not in (0, 2), failed.finished.out
+    assert len((failed.output / "metrics.jsonl").read_text().splitlines()) == 1
+    assert not (failed.output / "checkpoints").exists()
+
+
+def test_a_rank_that_raises_is_named_with_its_action_and_traceback(small: list[str], tmp_path: Path) -> None:
+    failed = train("raise", small, tmp_path / "run")
+    assert_failed_in_the_second_step(failed)
+    error = failed.finished.err
+    assert re.search(rf"^\[[\d:]{{8}}\] rank 1 failed at: {ACTION}\nTraceback", error, re.MULTILINE), error
+    own = error[error.index("rank 1 failed at") :]
+    assert re.search(r'File ".*failing_models\.py", line \d+, in misbehave', own)
+    assert "ArithmeticError: this block has had enough" in own
+    # torchrun's summary names the rank that raised as the cause, not the one that lost contact.
+    cause = error[error.index("Root Cause") :]
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)", cause), error
+
+
+def test_a_killed_rank_takes_the_job_down_with_a_clear_message(small: list[str], tmp_path: Path) -> None:
+    failed = train("die", small, tmp_path / "run")
+    assert_failed_in_the_second_step(failed)
+    error = failed.finished.err
+    lost = r"rank 0 failed at: B\d\.\d@0: lost contact with another rank, which has failed or was killed"
+    assert re.search(rf"^\[[\d:]{{8}}\] {lost}$", error, re.MULTILINE), error
+    cause = error[error.index("Root Cause") :]
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)", cause) and "Signal 9 (SIGKILL)" in cause, error
+    # The one line of rank 0 is not buried: the only traceback is the launcher's own.
+    assert "in _run" not in error and error.count("Traceback (most recent call last)") == 1, error
+
+
+def test_the_watchdog_names_every_ranks_action(small: list[str], tmp_path: Path) -> None:
+    failed = train("sleep", small, tmp_path / "run", f"train.watchdog_seconds={STALLED}")
+    assert_failed_in_the_second_step(failed)
+    error = failed.finished.err
+    # Rank 0 has gone on as far as it can without rank 1: to the first backward.
+    table = (
+        rf"^watchdog: no progress for {STALLED} s \(train\.watchdog_seconds\); every rank's current action:\n"
+        r"  rank 0: B0\.3@0, unchanged for [\d.]+ s\n"
+        rf"  rank 1: {re.escape(ACTION)}, unchanged for [\d.]+ s$"
+    )
+    assert re.search(table, error, re.MULTILINE), error
+    assert re.search(r'rank 1 stands:\n(.*\n)*?  File ".*failing_models\.py", line \d+ in misbehave', error), error

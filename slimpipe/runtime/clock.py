@@ -39,7 +39,7 @@ class Clock(Protocol):
         ...
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Counts what runs inside as waiting, under `what` (an operation's token). Not inside a `busy` section."""
+        """Counts what runs inside as waiting, under `what` (an operation's token), also inside a `busy` section."""
         ...
 
     def stop(self) -> StepTime:
@@ -56,6 +56,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._start = self._busy = 0.0
+        self._inside = False
         self._waits: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
@@ -65,14 +66,19 @@ class HostClock:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         begin = time.perf_counter()
+        self._inside = True
         yield
+        self._inside = False
         self._busy += time.perf_counter() - begin
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self._waits[what] += time.perf_counter() - begin
+        waited = time.perf_counter() - begin
+        self._waits[what] += waited
+        if self._inside:
+            self._busy -= waited
 
     def stop(self) -> StepTime:
         return StepTime(time.perf_counter() - self._start, self._busy, dict(self._waits))
@@ -90,18 +96,24 @@ class DeviceClock:
         self._begin = self._event()
         self._sections: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits_inside: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._inside = False
 
     def start(self) -> None:
-        for _, begin, end in self._sections + self._waits:
+        for _, begin, end in self._sections + self._waits + self._waits_inside:
             self._pool += (begin, end)
-        self._sections, self._waits = [], []
+        self._sections, self._waits, self._waits_inside = [], [], []
         self._begin.record()
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        return self._between_events(what, self._sections)
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        self._inside = True
+        with self._between_events(what, self._sections):
+            yield
+        self._inside = False
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        return self._between_events(what, self._waits)
+        return self._between_events(what, self._waits_inside if self._inside else self._waits)
 
     @contextmanager
     def _between_events(self, what: str, into: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]) -> Iterator[None]:
@@ -117,8 +129,9 @@ class DeviceClock:
         end.synchronize()
         busy = sum(begin.elapsed_time(finish) for _, begin, finish in self._sections)
         total = self._begin.elapsed_time(end)
+        busy -= sum(begin.elapsed_time(finish) for _, begin, finish in self._waits_inside)
         waits: defaultdict[str, float] = defaultdict(float)
-        for what, begin, finish in self._waits:
+        for what, begin, finish in self._waits + self._waits_inside:
             waits[what] += begin.elapsed_time(finish) / 1e3
         self._pool.append(end)
         return StepTime(total / 1e3, busy / 1e3, dict(waits))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.runtime.collectives import Pending
-from slimpipe.runtime.transport import SEND_WINDOW, Receive
+from slimpipe.runtime.transport import Receive
 from slimpipe.schedule import Link
 from slimpipe.schedule.collectives import Communicator
 
@@ -58,8 +58,10 @@ class _Posted:
 class InOrderWorld:
     """The ranks' common state. `communicator` says which communicator a link uses; by default each has its own."""
 
-    def __init__(self, ranks: int, communicator: Callable[[Link], Hashable] = lambda link: link) -> None:
-        self.ranks, self._communicator = ranks, communicator
+    def __init__(
+        self, ranks: int, communicator: Callable[[Link], Hashable] = lambda link: link, send_window: int = 2
+    ) -> None:
+        self.ranks, self._communicator, self.send_window = ranks, communicator, send_window
         self._changed = threading.Condition()
         self._queues: dict[tuple[int, Hashable], deque[_Posted]] = {}
         self._collectives: dict[tuple[int, Communicator], deque[_Collective]] = {}
@@ -201,7 +203,7 @@ class InOrderTransport:
 
     def send(self, link: Link, tensor: Tensor) -> None:
         under_way = self._sends.setdefault(link, deque())
-        while len(under_way) >= SEND_WINDOW:
+        while len(under_way) >= self._world.send_window:
             self._world.wait(under_way.popleft())
         operation = _Posted(link, self._rank, tensor)
         self._world.post(operation)

@@ -44,7 +44,7 @@ class LayerSlots:
         if self.k is None or self.v is None:
             self._allocate(k, v)
         assert self.k is not None and self.v is not None
-        tokens = self.tokens(slot, slot + 1)
+        tokens = slice(*self.positions(slot, slot + 1))
         self.k[:, tokens].copy_(k)
         self.v[:, tokens].copy_(v)
 
@@ -60,16 +60,14 @@ class LayerSlots:
             self.dk, self.dv = (torch.empty_like(x, dtype=upcast(x[:0]).dtype) for x in (self.k, self.v))
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of k and v for slots start .. stop - 1."""
+        """Views of k and v for token positions start .. stop - 1 of the buffer."""
         assert self.k is not None and self.v is not None
-        tokens = self.tokens(start, stop)
-        return self.k[:, tokens], self.v[:, tokens]
+        return self.k[:, start:stop], self.v[:, start:stop]
 
     def add_gradient(self, start: int, stop: int, dk: Tensor, dv: Tensor, first: bool) -> None:
-        """Adds a later slice's part to the gradients of slots start .. stop - 1; `first` stores instead."""
+        """Adds a later slice's part to the gradients of positions start .. stop - 1; `first` stores instead."""
         assert self.dk is not None and self.dv is not None
-        tokens = self.tokens(start, stop)
-        for acc, part in ((self.dk[:, tokens], dk), (self.dv[:, tokens], dv)):
+        for acc, part in ((self.dk[:, start:stop], dk), (self.dv[:, start:stop], dv)):
             if first:
                 acc.copy_(part)
             else:
@@ -84,8 +82,9 @@ class LayerSlots:
         if place.last:
             return dk, dv
         assert self.dk is not None and self.dv is not None
-        tokens = self.tokens(place.slot, place.slot + 1)
+        tokens = slice(*self.positions(place.slot, place.slot + 1))
         return (self.dk[:, tokens] + dk).to(dk.dtype), (self.dv[:, tokens] + dv).to(dv.dtype)
 
-    def tokens(self, start: int, stop: int) -> slice:
-        return slice(start * self.slice_tokens, stop * self.slice_tokens)
+    def positions(self, start: int, stop: int) -> tuple[int, int]:
+        """Token positions of slots start .. stop - 1, half-open."""
+        return start * self.slice_tokens, stop * self.slice_tokens

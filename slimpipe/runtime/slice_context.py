@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
-from slimpipe.runtime.sliced_attention import sliced_attention
+from slimpipe.runtime.sliced_attention import Exchanges, sliced_attention
 
 T = TypeVar("T")
 
@@ -18,10 +19,17 @@ class SliceContext:
     """Implements `slimpipe.models.contract.Slice` for one unit."""
 
     def __init__(
-        self, positions: Tensor, place: SlicePlace, slots: Mapping[int, LayerSlots], backend: AttentionBackend
+        self,
+        positions: Tensor,
+        place: SlicePlace,
+        slots: Mapping[int, LayerSlots],
+        backend: AttentionBackend,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.positions = positions
         self._place, self._slots, self._backend = place, slots, backend
+        self._exchanges = exchanges or Exchanges()
+        self.query_shape: torch.Size | None = None
         self._memo: dict[str, Any] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -30,7 +38,19 @@ class SliceContext:
             raise ValueError(
                 f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index"
             )
-        return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend)
+        self.query_shape = q.shape
+        return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
+
+    def enter_layer(self, layer: int) -> None:
+        """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""
+        if self._exchanges.forward is not None:
+            self._exchanges.forward.send_keys(self._slots[layer])
+
+    def leave_layer(self, layer: int, x: Tensor) -> None:
+        """Behind a block, with its output: in the backward its gradient is the first to come, and keys leave then."""
+        exchange = self._exchanges.backward
+        if exchange is not None and x.requires_grad:
+            x.register_hook(lambda gradient: exchange.send_keys(self._slots[layer]))
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._memo:

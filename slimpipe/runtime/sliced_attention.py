@@ -2,11 +2,13 @@
 
 Forward: the slice against itself, causal, and against each range of its past, no mask; the partial results merge by
 their log-sum-exp in one fp32 pass. Backward: the backend's backward on the same blocks, given the merged output and
-LSE; the past's part of dK, dV goes into the slots' accumulators.
+LSE; the past's part of dK, dV goes into the slots' accumulators. Ranges of the past that are lent (exchange) are other
+ranks' to compute: their results come back in time for the merge and for the sums.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +17,48 @@ from torch import Tensor
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.fuse import upcast
 from slimpipe.kernels.merge import merge
+from slimpipe.runtime.exchange import LayerExchange, Range, subtract
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """A unit's loans, in the slot of its forward and of its backward. None: the rank neither lends nor helps there."""
+
+    forward: LayerExchange | None = None
+    backward: LayerExchange | None = None
+
+
+def _own_ranges(slots: LayerSlots, place: SlicePlace, exchange: LayerExchange | None) -> list[Range]:
+    """Positions of the past that this rank computes itself."""
+    past = [slots.positions(*slot_range) for slot_range in place.past]
+    return past if exchange is None else subtract(past, [loan.range for loan in exchange.lent])
 
 
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slots: LayerSlots, place: SlicePlace, backend: AttentionBackend
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: LayerSlots,
+        place: SlicePlace,
+        backend: AttentionBackend,
+        exchanges: Exchanges,
     ) -> Tensor:
         slots.write(place.slot, k, v)
-        own_k, own_v = slots.read(place.slot, place.slot + 1)
+        under_way = exchanges.forward.forward(q) if exchanges.forward is not None else None
+        own_k, own_v = slots.read(*slots.positions(place.slot, place.slot + 1))
         parts = [backend.forward(q, own_k, own_v, causal=True)]
-        parts += [backend.forward(q, *slots.read(*past), causal=False) for past in place.past]
+        for past in _own_ranges(slots, place, exchanges.forward):
+            parts.append(backend.forward(q, *slots.read(*past), causal=False))
+        if under_way is not None:
+            parts += under_way.finish()
         out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
         # k and v are not saved: they stay in their slot until this unit's backward has run.
         ctx.save_for_backward(q, out, lse)
-        ctx.slots, ctx.place, ctx.backend = slots, place, backend
+        ctx.slots, ctx.place, ctx.backend, ctx.exchange = slots, place, backend, exchanges.backward
         return out
 
     @staticmethod
@@ -38,15 +66,19 @@ class _SlicedAttention(torch.autograd.Function):
         q, out, lse = ctx.saved_tensors
         slots, place, backend = ctx.slots, ctx.place, ctx.backend
         dout = dout.contiguous()
-        own = slots.read(place.slot, place.slot + 1)
+        under_way = ctx.exchange.backward((q, out, lse, dout)) if ctx.exchange is not None else None
+        own = slots.read(*slots.positions(place.slot, place.slot + 1))
         dq_own, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
         dq_parts = [dq_own]
-        for past in place.past:
+        for past in _own_ranges(slots, place, ctx.exchange):
             dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
+        for past, dq_part, dk_part, dv_part in under_way.finish() if under_way is not None else ():
+            dq_parts.append(dq_part)
+            slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)
-        return _sum_rounded_once(dq_parts), dk, dv, None, None, None
+        return _sum_rounded_once(dq_parts), dk, dv, None, None, None, None
 
 
 def _sum_rounded_once(parts: list[Tensor]) -> Tensor:
@@ -56,7 +88,13 @@ def _sum_rounded_once(parts: list[Tensor]) -> Tensor:
 
 
 def sliced_attention(
-    q: Tensor, k: Tensor, v: Tensor, slots: LayerSlots, place: SlicePlace, backend: AttentionBackend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: LayerSlots,
+    place: SlicePlace,
+    backend: AttentionBackend,
+    exchanges: Exchanges | None = None,
 ) -> Tensor:
     """Causal attention of a slice over all tokens up to it.
 
@@ -64,4 +102,4 @@ def sliced_attention(
     `place.slot`; the past is read from `place.past`. Forwards must come in ascending slice order and backwards in
     descending order, which the plan's checker proves.
     """
-    return _SlicedAttention.apply(q, k, v, slots, place, backend)
+    return _SlicedAttention.apply(q, k, v, slots, place, backend, exchanges or Exchanges())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy, linear_token_losses
 from slimpipe.models.contract import Slice, initialise
 from slimpipe.schedule import Shape
+
+
+class StageSlice(Slice, Protocol):
+    """A block's slice, and what the stage tells it around each block."""
+
+    def enter_layer(self, layer: int) -> None: ...
+
+    def leave_layer(self, layer: int, x: Tensor) -> None: ...
 
 
 @dataclass
@@ -31,12 +40,14 @@ class Stage:
     parameters: dict[str, nn.Parameter]
     """By layout-free name: the name in the whole model."""
 
-    def forward(self, x: Tensor, slice: Slice) -> Tensor:
+    def forward(self, x: Tensor, slice: StageSlice) -> Tensor:
         """Tokens [b, s] in a stage with an embedding, else x [b, s, H] -> x [b, s, H], in the last stage the head's."""
         if self.embedding is not None:
             x = self.embedding(x)
-        for block in self.blocks:
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            slice.enter_layer(layer)
             x = block(x, slice)
+            slice.leave_layer(layer, x)
         return x if self.head is None else self.head(x)
 
     def loss(self, hidden: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss) -> Tensor:

@@ -16,10 +16,6 @@ from torch import Tensor
 
 from slimpipe.schedule import Link
 
-SEND_WINDOW = 2
-"""Sends of one link that may be under way at once. `schedule.replay_in_order` proves that a plan needs no more."""
-
-
 class Receive(Protocol):
     """A posted receive."""
 
@@ -68,8 +64,9 @@ class DistributedTransport:
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        send_window: int,
     ) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._send_window = rank, ranks, send_window
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._groups: dict[Link, dist.ProcessGroup] = {}
         self._sends: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
@@ -99,7 +96,7 @@ class DistributedTransport:
 
     def send(self, link: Link, tensor: Tensor) -> None:
         under_way = self._sends[link]
-        while len(under_way) >= SEND_WINDOW:
+        while len(under_way) >= self._send_window:
             self._wait_oldest(under_way)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])

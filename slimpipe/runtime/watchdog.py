@@ -112,11 +112,12 @@ class Watchdog:
     def _wait_for(self, key: str, seconds: float) -> bool:
         assert self._store is not None
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self._store.check([key]):
-                return True
+        # Looks once in any case: behind a rank that used up the time, others may have answered long ago.
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                return False
             time.sleep(0.05)
-        return False
+        return True
 
     def _gather(self) -> dict[int, Report | None]:
         assert self._store is not None

@@ -22,6 +22,7 @@ from slimpipe.schedule.simulate import simulate
 from slimpipe.schedule.stages import place_layers
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, Tensor, links
+from slimpipe.schedule.vocabulary import add_vocabulary
 from slimpipe.schedule.wire import Transfer
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Unit",
+    "add_vocabulary",
     "assign_kv_slots",
     "bubble_fraction",
     "build",

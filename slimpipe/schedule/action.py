@@ -68,9 +68,7 @@ class Op(str, Enum):
         return self in _VOCABULARY
 
 
-_VOCABULARY = frozenset(
-    (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD),
-)
+_VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
 
 @dataclass(frozen=True, order=True)
 class Unit:

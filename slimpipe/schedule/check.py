@@ -4,30 +4,37 @@ Each question has a file of its own under `proofs`, and each may rely on those b
 
 1. `proofs.units`      each unit forward once, then backward once
 2. `proofs.order`      slices of a microbatch forward ascending and backward descending, or gradients are wrong
-3. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
-4. `proofs.progress`   no deadlock where receives block
-5. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
+3. `proofs.vocabulary` vocabulary passes once on every rank, their collectives in one order (plans that have them)
+4. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
+5. `proofs.progress`   no deadlock where receives and collectives block
+6. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimpipe.schedule.in_flight import peak_units
+from slimpipe.schedule.action import Op
+from slimpipe.schedule.in_flight import peak_held, peak_units
 from slimpipe.schedule.plan import Plan, PlanError
 from slimpipe.schedule.proofs.order import prove_slice_order
 from slimpipe.schedule.proofs.progress import prove_progress
 from slimpipe.schedule.proofs.slots import prove_kv_slots
 from slimpipe.schedule.proofs.transfers import prove_transfers
 from slimpipe.schedule.proofs.units import prove_units
+from slimpipe.schedule.proofs.vocabulary import prove_vocabulary
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a sound plan holds at most: units in flight by rank, KV slots by rank and chunk."""
+    """What a sound plan holds at most: units in flight by rank, KV slots by rank and chunk, logits shards by rank.
+
+    A logits shard is a slice's, from its S to its T; there are none without vocabulary passes.
+    """
 
     units: tuple[int, ...]
     kv_slots: tuple[tuple[int, ...], ...]
+    logits: tuple[int, ...]
 
 
 def check(plan: Plan) -> Peaks:
@@ -40,8 +47,14 @@ def check(plan: Plan) -> Peaks:
         raise PlanError(f"{plan.name}: lists for {len(plan.ranks)} ranks, but p = {plan.shape.p}")
     prove_units(plan)
     prove_slice_order(plan)
+    if plan.has_vocabulary:
+        prove_vocabulary(plan)
     if plan.is_lowered:
         prove_transfers(plan)
     prove_progress(plan)
     kv_slots = prove_kv_slots(plan)
-    return Peaks(tuple(peak_units(actions) for actions in plan.ranks), kv_slots)
+    return Peaks(
+        units=tuple(peak_units(actions) for actions in plan.ranks),
+        kv_slots=kv_slots,
+        logits=tuple(peak_held(actions, Op.STATISTICS, Op.GRADIENT) for actions in plan.ranks),
+    )

@@ -23,6 +23,7 @@ from slimpipe.schedule.plan import Shape
 
 Communicator = Literal["output", "embedding"]
 COMMUNICATORS: Final[tuple[Communicator, ...]] = ("output", "embedding")
+PASSES: Final = (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD)
 
 _COMMUNICATOR: Final[Mapping[Op, Communicator]] = MappingProxyType(
     {
@@ -97,3 +98,12 @@ def awaited_by(shape: Shape, rank: int, action: Action) -> Collective | None:
     if op is Op.BACKWARD and shape.stage(rank, unit.chunk) != shape.stages - 1:
         return None
     return Collective(waits_for, unit.microbatch, unit.slice)
+
+
+def sends_output_of(shape: Shape, rank: int, action: Action) -> Action | None:
+    """The forward or backward of this rank whose output it sends round in this H or G; None on the other ranks."""
+    if action.op is Op.HIDDEN and rank == shape.p - 1:
+        return Action(Op.FORWARD, action.unit)
+    if action.op is Op.EMBED_GRAD_OUT and rank == 0:
+        return Action(Op.BACKWARD, action.unit)
+    return None

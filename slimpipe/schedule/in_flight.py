@@ -1,21 +1,34 @@
-"""Units in flight: forwarded and not yet backwarded. Their peak sets a rank's activation memory."""
+"""What a rank holds between two of its actions on the same unit, and how many of that at most."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slimpipe.schedule.action import Action, Op
+from slimpipe.schedule.action import Action, Op, Unit
 
 
 def peak_units(actions: Iterable[Action], chunk: int | None = None) -> int:
-    """Most units in flight at once in a rank's list, of one chunk or of all. A unit counts while its backward runs."""
-    held = peak = 0
+    """Most units in flight at once in a rank's list, forwarded and not yet backwarded, of one chunk or of all.
+
+    Their peak sets a rank's activation memory. A unit counts while its backward runs.
+    """
+    return peak_held(
+        (action for action in actions if chunk is None or action.unit.chunk == chunk), Op.FORWARD, Op.BACKWARD
+    )
+
+
+def peak_held(actions: Iterable[Action], made_by: Op, used_by: Op) -> int:
+    """Most units at once between `made_by` and `used_by` in a rank's list, `used_by` included.
+
+    S to T: logits shards. H to T: the last stage's output as broadcast. On the last rank T to B: its gradient. On rank 0
+    E to F: embeddings. G to D: their gradient. Units that are never `made_by` here do not count.
+    """
+    held: set[Unit] = set()
+    peak = 0
     for action in actions:
-        if chunk is not None and action.unit.chunk != chunk:
-            continue
-        if action.op is Op.FORWARD:
-            held += 1
-            peak = max(peak, held)
-        elif action.op is Op.BACKWARD:
-            held -= 1
+        if action.op is made_by:
+            held.add(action.unit)
+            peak = max(peak, len(held))
+        elif action.op is used_by:
+            held.discard(action.unit)
     return peak

@@ -3,7 +3,8 @@
 A send follows the compute that makes its tensor at once. A receive is posted a few compute actions ahead of the one
 that consumes it: early enough to overlap, and late enough that little is outstanding (a cold process that posted
 four ahead hung for good; FACTS section 2). Carriers match the transfers of a link by order, so a link's receives are
-posted in its sender's order whatever order the receiver consumes in.
+posted in its sender's order whatever order the receiver consumes in. Vocabulary passes between two computes stay where
+they are, behind the sends and receives that stand there: a pass may wait, and what others wait for goes first.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class _Receive(NamedTuple):
 
 
 def _sent(plan: Plan) -> dict[Tensor, int]:
-    """Each sent tensor's place in its sender's list."""
+    """Each sent tensor's place among its sender's computes."""
     places: dict[Tensor, int] = {}
-    for rank, actions in enumerate(plan.ranks):
-        for index, compute in enumerate(actions):
+    for rank in range(plan.shape.p):
+        for index, compute in enumerate(plan.compute(rank)):
             send = send_after(plan.shape, rank, compute)
             if send is not None:
                 places[_tensor(plan, rank, send)] = index
@@ -50,25 +51,29 @@ def _sent(plan: Plan) -> dict[Tensor, int]:
 
 def _lower_rank(plan: Plan, rank: int, lookahead: int, sent: dict[Tensor, int]) -> tuple[Action, ...]:
     receives = _receives_before(plan, rank, lookahead, sent)
-    lowered: list[Action] = []
-    for index, compute in enumerate(plan.ranks[rank]):
-        lowered += receives[index]
-        lowered.append(compute)
-        send = send_after(plan.shape, rank, compute)
+    lowered = receives[0]
+    done = 0
+    for action in plan.ranks[rank]:
+        lowered.append(action)
+        if not action.op.is_compute:
+            continue
+        send = send_after(plan.shape, rank, action)
         if send is not None:
             lowered.append(send)
+        done += 1
+        lowered += receives[done]
     return tuple(lowered)
 
 
 def _receives_before(plan: Plan, rank: int, lookahead: int, sent: dict[Tensor, int]) -> dict[int, list[Action]]:
-    """The receives to post right before each compute action of a rank's list, by its index."""
+    """The receives to post between the computes of a rank's list, by how many have been done."""
     by_link: defaultdict[Link, list[_Receive]] = defaultdict(list)
-    for consumer, compute in enumerate(plan.ranks[rank]):
+    for consumer, compute in enumerate(plan.compute(rank)):
         action = receive_before(plan.shape, rank, compute)
         if action is not None:
             tensor = _tensor(plan, rank, action)
             if tensor not in sent:
-                raise refusal(plan, rank, consumer, f"no rank makes the {tensor}")
+                raise refusal(plan, rank, plan.ranks[rank].index(compute), f"no rank makes the {tensor}")
             by_link[link_of(rank, action)].append(_Receive(action, tensor, consumer))
     posts: list[tuple[int, int, Action]] = []
     for receives in by_link.values():
@@ -83,7 +88,7 @@ def _receives_before(plan: Plan, rank: int, lookahead: int, sent: dict[Tensor, i
                 raise refusal(
                     plan,
                     rank,
-                    receive.consumer,
+                    plan.ranks[rank].index(plan.compute(rank)[receive.consumer]),
                     f"its sender sends other tensors of link {link_of(rank, receive.action)} first that are consumed "
                     f"here more than lookahead = {lookahead} actions later; raise the lookahead",
                 )

@@ -14,8 +14,8 @@ from slimpipe.schedule.action import Action, Op
 from slimpipe.schedule.collectives import awaited_by
 from slimpipe.schedule.costs import Costs, LinkCost
 from slimpipe.schedule.flow import Event, Flow, Rule
+from slimpipe.schedule.meetings import Meetings, PassRule
 from slimpipe.schedule.plan import Plan, PlanError
-from slimpipe.schedule.rendezvous import Meetings, PassRule
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, ends, input_of, output_of
 from slimpipe.schedule.wire import ReceiveRule, SendRule, Wires

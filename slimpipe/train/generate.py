@@ -39,6 +39,12 @@ class CachedSlice:
         self._cache[layer] = (k, v)
         return self._backend.forward(q, k, v, causal)[0]
 
+    def enter_layer(self, layer: int) -> None:
+        pass
+
+    def leave_layer(self, layer: int, x: Tensor) -> None:
+        pass
+
     def memo(self, key: str, make: Callable[[], T]) -> T:
         found: T = self._memo.setdefault(key, make()) if key not in self._memo else self._memo[key]
         return found

@@ -26,7 +26,17 @@ from slimpipe.runtime.transport import DistributedTransport, Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
-from slimpipe.schedule import Plan, build, check, links, lower, place_layers, replay_in_order
+from slimpipe.schedule import (
+    Plan,
+    add_vocabulary,
+    build,
+    check,
+    least_send_window,
+    links,
+    lower,
+    place_layers,
+    replay_in_order,
+)
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -54,13 +64,17 @@ def make_plan(config: Config) -> Plan:
     """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError."""
     plan = build(config.pipeline.schedule, config.shape)
     if config.vocab_parallel:
-        from slimpipe.schedule import add_vocabulary  # TEMP
 
         plan = add_vocabulary(plan)
     plan = lower(plan)
     check(plan)
-    replay_in_order(plan)
+    replay_in_order(plan, send_window=send_window(plan))
     return plan
+
+
+def send_window(plan: Plan) -> int:
+    """Sends of one link that may be under way at once: two, or more where the plan's order needs more."""
+    return max(2, least_send_window(plan))
 
 
 class Session:
@@ -283,7 +297,8 @@ class Session:
     def _make_transport(self) -> DistributedTransport:
         size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device)
+        window = send_window(self.plan)
+        return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device, window)
 
     def _make_collectives(self) -> DistributedCollectives:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)

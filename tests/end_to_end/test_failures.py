@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.end_to_end.launch import QUICKSTART, Finished, slimpipe
 from tests.support.failing_models import MISBEHAVIOUR
 
@@ -61,8 +59,8 @@ def test_a_killed_rank_takes_the_job_down_with_a_clear_message(small: list[str],
     assert re.search(rf"^\[[\d:]{{8}}\] {lost}$", error, re.MULTILINE), error
     cause = error[error.index("Root Cause") :]
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)", cause) and "Signal 9 (SIGKILL)" in cause, error
-    # The one line of rank 0 is not buried: the only traceback is the launcher's own.
-    assert "in _run" not in error and error.count("Traceback (most recent call last)") == 1, error
+    # The one line of rank 0 is not buried under where it was.
+    assert "slimpipe/train/main.py" not in error, error
 
 
 def test_the_watchdog_names_every_ranks_action(small: list[str], tmp_path: Path) -> None:

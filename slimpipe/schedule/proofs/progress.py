@@ -1,4 +1,4 @@
-"""No deadlock: the plan runs to its end where a forward or backward blocks until its input is there.
+"""No deadlock: the plan runs to its end where an action blocks until its input or its collective is there.
 
 Sends do not block here. `replay_in_order` asks the harder question, under NCCL's rules.
 """
@@ -6,11 +6,12 @@ Sends do not block here. `replay_in_order` asks the harder question, under NCCL'
 from __future__ import annotations
 
 from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.collectives import Collective, poster
 from slimpipe.schedule.costs import equal_costs
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.flow import Flow, Stuck
+from slimpipe.schedule.meetings import Meetings
 from slimpipe.schedule.plan import Plan, PlanError, Shape
-from slimpipe.schedule.rendezvous import Meetings
 from slimpipe.schedule.simulate import base_rules
 from slimpipe.schedule.transfers import Tensor, ends
 from slimpipe.schedule.wire import Wires
@@ -18,22 +19,30 @@ from slimpipe.schedule.wire import Wires
 
 def prove_progress(plan: Plan) -> None:
     """Raises PlanError at the lowest stuck rank's action, and says what every stuck rank waits for."""
-    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), Meetings(plan.shape.p, None))).run()
+    meetings = Meetings(plan.shape.p, None)
+    stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), meetings)).run()
     if stuck:
-        raise _deadlock(plan, stuck)
+        raise _deadlock(plan, stuck, meetings)
 
 
-def _deadlock(plan: Plan, stuck: list[Stuck]) -> PlanError:
-    waits = "; ".join(f"rank {s.rank} at action {s.at} ({s.action}) waits for {_wanted(plan, s)}" for s in stuck)
+def _deadlock(plan: Plan, stuck: list[Stuck], meetings: Meetings) -> PlanError:
+    waits = "; ".join(
+        f"rank {s.rank} at action {s.at} ({s.action}) waits for {_wanted(plan, s, meetings)}" for s in stuck
+    )
     return refusal(plan, stuck[0].rank, stuck[0].at, f"deadlock: {waits}")
 
 
-def _wanted(plan: Plan, stuck: Stuck) -> str:
-    if not isinstance(stuck.event, Tensor):
-        return str(stuck.event)
-    rank, compute = _maker(plan.shape, stuck.event)
-    index = plan.ranks[rank].index(compute)
-    return f"rank {rank}, action {index} ({compute})"
+def _wanted(plan: Plan, stuck: Stuck, meetings: Meetings) -> str:
+    if isinstance(stuck.event, Tensor):
+        return _place(plan, *_maker(plan.shape, stuck.event))
+    if isinstance(stuck.event, Collective):
+        post = poster(plan.shape, stuck.event)
+        return ", ".join(_place(plan, rank, post) for rank in meetings.missing(stuck.event))
+    return str(stuck.event)
+
+
+def _place(plan: Plan, rank: int, action: Action) -> str:
+    return f"rank {rank}, action {plan.ranks[rank].index(action)} ({action})"
 
 
 def _maker(shape: Shape, tensor: Tensor) -> tuple[int, Action]:

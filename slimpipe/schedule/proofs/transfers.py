@@ -51,6 +51,7 @@ def _walk(plan: Plan, rank: int, sends: dict[Link, list[_Posted]], receives: dic
             if receive is not None and receive not in posted:
                 raise refusal(plan, rank, index, f"expected {receive} before it, to receive its input")
             done.add(action)
+        if not action.op.is_transfer:
             continue
         tensor = carried(plan.shape, rank, action)
         if tensor is None:

@@ -1,0 +1,260 @@
+"""Attention context exchange: ranks compute part of each other's attention (DESIGN.md section 4; SlimPipe section 4.2).
+
+Which rank lends what to whom is decided ahead of time (schedule.balance). In the forward of a loan, per layer, three
+batches of transfers: `A`, keys and values of the lent range, at the layer's start, before its norm and projection; `B`,
+the query; `C`, the helper's partial output and LSE, back. In the backward: `A` from a hook at the layer's output, which
+fires first; `B`, query, output, LSE and the output's gradient; `C`, gradients of query, keys and values, back. A helper
+with a slice of its own in the slot does the lent part after its own, layer by layer; an idle one in an action of its
+own. Every rank in a loan of a slot posts the same batches in the same order, on one communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.kv_slots import LayerSlots
+
+Range = tuple[int, int]
+"""Half-open range of token positions in a chunk's KV buffer."""
+
+
+class Batch(Protocol):
+    """Transfers under way together."""
+
+    def wait(self) -> None:
+        """Returns once the work that follows may use what was received (on a GPU the device waits, not the host)."""
+        ...
+
+
+class ExchangeTraffic(Protocol):
+    """Grouped point-to-point transfers between pipeline ranks, on a communicator of their own."""
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
+        """Starts (tensor, rank) sends, and receives into given tensors. Tensors of a pair match in their order."""
+        ...
+
+
+class _Works:
+    def __init__(self, works: list[dist.Work], kept: list[Tensor]) -> None:
+        self._works, self._kept = works, kept
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class DistributedExchange:
+    """torch.distributed, gloo or NCCL. Creation is collective over all processes of the default group."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
+        self._ranks = ranks
+        self._group = dist.new_group(
+            list(ranks), device_id=device if device.type == "cuda" else None, group_desc="exchange"
+        )
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
+        operations = [dist.P2POp(dist.isend, t, self._ranks[peer], self._group) for t, peer in sends]
+        operations += [dist.P2POp(dist.irecv, t, self._ranks[peer], self._group) for t, peer in receives]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Works(works, [tensor for tensor, _ in (*sends, *receives)])
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A range of the rank's own past that `helper` computes."""
+
+    helper: int
+    range: Range
+
+
+@dataclass(frozen=True)
+class Helped:
+    """A range of `owner`'s past that this rank computes: `tokens` of it."""
+
+    owner: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of one layer's attention: micro-batch b, slice s, heads, kv_heads, head width d; dtype and device of compute."""
+
+    b: int
+    s: int
+    heads: int
+    kv_heads: int
+    d: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Buffers:
+    """Receive buffers, one flat piece a purpose, grown to the largest slot once and then reused.
+
+    Reuse is safe: a batch is posted behind the compute that last read its buffers, and the device keeps that order.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(
+        self, purpose: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Tensors of these shapes, side by side in the buffer of `purpose`."""
+        sizes = [-(-torch.Size(shape).numel() // 64) * 64 for shape in shapes]
+        flat = self._flat.get((purpose, dtype))
+        if flat is None or flat.numel() < sum(sizes):
+            flat = self._flat[purpose, dtype] = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = flat[: sum(sizes)].split(sizes)
+        return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class LayerExchange:
+    """One rank's loans in one slot, layer by layer: made for a unit's forward, for its backward, or for an idle slot."""
+
+    def __init__(
+        self,
+        lent: Sequence[Lent],
+        helped: Sequence[Helped],
+        traffic: ExchangeTraffic,
+        buffers: Buffers,
+        backend: AttentionBackend,
+        clock: Clock,
+        shapes: Shapes,
+        kind: str,
+    ) -> None:
+        self.lent, self.helped = tuple(lent), tuple(helped)
+        self._traffic, self._buffers, self._backend, self._clock = traffic, buffers, backend, clock
+        self._shapes, self._kind = shapes, kind
+        self._keys: Batch | None = None
+        self._keys_received: list[Tensor] = []
+
+    def send_keys(self, slots: LayerSlots | None) -> None:
+        """Batch A. `slots`: the layer's; None where this rank owns nothing in the slot."""
+        sends: list[tuple[Tensor, int]] = []
+        for loan in self.lent:
+            assert slots is not None
+            sends += [(part.contiguous(), loan.helper) for part in slots.read(*loan.range)]
+        x = self._shapes
+        shapes = [(x.b, loan.tokens, x.kv_heads, x.d) for loan in self.helped for _ in range(2)]
+        self._keys_received = self._buffers.take(f"{self._kind} keys", shapes, x.dtype, x.device)
+        owners = [loan.owner for loan in self.helped for _ in range(2)]
+        self._keys = self._traffic.post(sends, list(zip(self._keys_received, owners, strict=True)))
+
+    def forward(self, q: Tensor | None) -> _ForwardUnderWay:
+        """Batch B: the query goes to the helpers, the owners' come here. `q` None where this rank owns nothing."""
+        x = self._shapes
+        received = self._buffers.take("query", [(x.b, x.s, x.heads, x.d)] * len(self.helped), x.dtype, x.device)
+        sends = [(q.contiguous(), loan.helper) for loan in self.lent] if q is not None else []
+        owners = [loan.owner for loan in self.helped]
+        batch = self._traffic.post(sends, list(zip(received, owners, strict=True)))
+        return _ForwardUnderWay(self, batch, received)
+
+    def backward(self, owned: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _BackwardUnderWay:
+        """Batch B: (q, out, lse, dout) go to the helpers, the owners' come here."""
+        x = self._shapes
+        wide = (x.b, x.s, x.heads, x.d)
+        tensors = self._buffers.take("owner's", [wide] * 3 * len(self.helped), x.dtype, x.device)
+        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), x_lse(x.dtype), x.device)
+        receives: list[tuple[Tensor, int]] = []
+        received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for index, loan in enumerate(self.helped):
+            q, out, dout = tensors[3 * index : 3 * index + 3]
+            received.append((q, out, lses[index], dout))
+            receives += [(part, loan.owner) for part in received[-1]]
+        sends = [(part.contiguous(), loan.helper) for loan in self.lent for part in owned or ()]
+        return _BackwardUnderWay(self, self._traffic.post(sends, receives), received)
+
+    def _wait(self, *batches: Batch | None) -> None:
+        with self._clock.waiting(f"exchange {self._kind}"):
+            for batch in batches:
+                if batch is not None:
+                    batch.wait()
+
+    def _key_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._keys_received[::2], self._keys_received[1::2], strict=True))
+
+
+def x_lse(dtype: torch.dtype) -> torch.dtype:
+    """LSE's dtype beside tensors of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _ForwardUnderWay:
+    """Between batch B and the merge: the caller computes its own part meanwhile."""
+
+    def __init__(self, exchange: LayerExchange, batch: Batch, queries: list[Tensor]) -> None:
+        self._exchange, self._batch, self._queries = exchange, batch, queries
+
+    def finish(self) -> list[tuple[Tensor, Tensor]]:
+        """Computes what owners lent to this rank and returns it to them; gives (out, lse) of what this rank lent."""
+        exchange = self._exchange
+        x = exchange._shapes
+        exchange._wait(exchange._keys, self._batch)
+        sends: list[tuple[Tensor, int]] = []
+        for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange._key_pairs(), strict=True):
+            out, lse = exchange._backend.forward(q, k, v, causal=False)
+            sends += [(out.contiguous(), loan.owner), (lse.contiguous(), loan.owner)]
+        count = len(exchange.lent)
+        outs = exchange._buffers.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype, x.device)
+        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, x_lse(x.dtype), x.device)
+        receives: list[tuple[Tensor, int]] = []
+        for lent, out, lse in zip(exchange.lent, outs, lses, strict=True):
+            receives += [(out, lent.helper), (lse, lent.helper)]
+        exchange._wait(exchange._traffic.post(sends, receives))
+        return list(zip(outs, lses, strict=True))
+
+
+class _BackwardUnderWay:
+    """Between batch B and the sums: the caller computes its own part meanwhile."""
+
+    def __init__(
+        self, exchange: LayerExchange, batch: Batch, received: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> None:
+        self._exchange, self._batch, self._received = exchange, batch, received
+
+    def finish(self) -> list[tuple[Range, Tensor, Tensor, Tensor]]:
+        """Computes and returns what owners lent to this rank; gives (range, dq, dk, dv) of what this rank lent."""
+        exchange = self._exchange
+        x = exchange._shapes
+        exchange._wait(exchange._keys, self._batch)
+        sends: list[tuple[Tensor, int]] = []
+        for loan, (q, out, lse, dout), (k, v) in zip(
+            exchange.helped, self._received, exchange._key_pairs(), strict=True
+        ):
+            gradients = exchange._backend.backward(dout, q, k, v, out, lse, causal=False)
+            sends += [(gradient.contiguous(), loan.owner) for gradient in gradients]
+        shapes: list[tuple[int, ...]] = []
+        for lent in exchange.lent:
+            keys = (x.b, lent.range[1] - lent.range[0], x.kv_heads, x.d)
+            shapes += [(x.b, x.s, x.heads, x.d), keys, keys]
+        parts = exchange._buffers.take("gradients", shapes, x.dtype, x.device)
+        helpers = [lent.helper for lent in exchange.lent for _ in range(3)]
+        exchange._wait(exchange._traffic.post(sends, list(zip(parts, helpers, strict=True))))
+        return [
+            (lent.range, *parts[3 * index : 3 * index + 3])  # type: ignore[misc]
+            for index, lent in enumerate(exchange.lent)
+        ]
+
+
+def subtract(ranges: Sequence[Range], lent: Sequence[Range]) -> list[Range]:
+    """What is left of `ranges` (ascending, disjoint) without `lent`, each of which lies inside one of them."""
+    left = []
+    for start, stop in ranges:
+        for a, b in sorted(lent):
+            if start <= a and b <= stop:
+                if start < a:
+                    left.append((start, a))
+                start = b
+        if start < stop:
+            left.append((start, stop))
+    return left

@@ -1,0 +1,87 @@
+"""Vocabulary passes: each once on every rank, in an order that can run, and collectives in one order on all ranks.
+
+NCCL runs a communicator's operations in the order of posting and does not compare them: where the orders of two ranks
+differ they hang, or add up what does not belong together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.collectives import (
+    COMMUNICATORS,
+    PASSES,
+    Collective,
+    Communicator,
+    awaited_by,
+    chunk_of,
+    posted_by,
+    poster,
+    sends_output_of,
+)
+from slimpipe.schedule.excerpt import refusal
+from slimpipe.schedule.plan import Plan
+
+
+def prove_vocabulary(plan: Plan) -> None:
+    """Raises PlanError at the first pass that is wrong, missing, twice, too early, too late or out of order."""
+    for rank in range(plan.shape.p):
+        _walk(plan, rank)
+    for communicator in COMMUNICATORS:
+        _prove_same_order(plan, communicator)
+
+
+def _walk(plan: Plan, rank: int) -> None:
+    """One rank's list: every pass once, behind what it needs and before what needs it. Relies on `proofs.units`."""
+    shape = plan.shape
+    done: dict[Action, int] = {}
+    for index, action in enumerate(plan.ranks[rank]):
+        if action.op.is_vocabulary:
+            chunk = chunk_of(shape, action.op)
+            if action.unit.chunk != chunk:
+                raise refusal(plan, rank, index, f"expected chunk {chunk} in {action.op.value}, on whichever rank")
+            if action in done:
+                raise refusal(plan, rank, index, f"expected each pass once, but action {done[action]} is {action} too")
+        for needed in _needed(plan, rank, action):
+            if needed not in done:
+                raise refusal(plan, rank, index, f"expected {needed} before it")
+        done[action] = index
+    for microbatch in range(shape.m):
+        for slice_ in range(shape.n):
+            for op in PASSES:
+                expected = Action(op, Unit(microbatch, slice_, chunk_of(shape, op)))
+                if expected not in done:
+                    end = len(plan.ranks[rank])
+                    raise refusal(plan, rank, end, f"{expected} is missing: expected each pass once on every rank")
+
+
+def _needed(plan: Plan, rank: int, action: Action) -> list[Action]:
+    """Actions of the same rank that must come first: what posts the collective it waits for, and what makes its data."""
+    collective = awaited_by(plan.shape, rank, action)
+    source = sends_output_of(plan.shape, rank, action)
+    return [*([poster(plan.shape, collective)] if collective else []), *([source] if source else [])]
+
+
+def _prove_same_order(plan: Plan, communicator: Communicator) -> None:
+    orders = [_order(plan, rank, communicator) for rank in range(plan.shape.p)]
+    # The majority is taken to be right, so that the message names the rank that is not.
+    common = Counter(tuple(collective for _, collective in order) for order in orders).most_common(1)[0][0]
+    model = next(rank for rank, order in enumerate(orders) if tuple(collective for _, collective in order) == common)
+    for rank, order in enumerate(orders):
+        for (here, found), (there, expected) in zip(order, orders[model], strict=True):
+            if found != expected:
+                token = plan.ranks[model][there]
+                raise refusal(
+                    plan,
+                    rank,
+                    here,
+                    f"ranks post the collectives of communicator {communicator} in different orders: here goes the "
+                    f"{found}, where rank {model}, action {there} ({token}) has the {expected}",
+                )
+
+
+def _order(plan: Plan, rank: int, communicator: Communicator) -> list[tuple[int, Collective]]:
+    """(place in the list, collective) of what a rank posts on a communicator."""
+    posts = ((index, posted_by(action)) for index, action in enumerate(plan.ranks[rank]))
+    return [(index, post) for index, post in posts if post is not None and post.communicator == communicator]

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -26,15 +26,19 @@ from slimpipe.config import ConfigError, check_output, check_world, load_config
 from slimpipe.schedule import (
     BUILT,
     Costs,
+    Peaks,
+    Plan,
     PlanError,
     Shape,
     Timeline,
+    add_vocabulary,
     bubble_fraction,
     build,
     check,
     draw_svg,
     equal_costs,
     grid,
+    output_layer_costs,
     peak_activation,
     sliced_costs,
 )
@@ -143,6 +147,12 @@ AttentionOption = Annotated[
 BackwardOption = Annotated[
     float | None, typer.Option(help="A backward's cost in forwards, all slices equal. Default 2.")
 ]
+VocabOption = Annotated[
+    str, typer.Option(help="The output layer: off (costs nothing), last (on the last rank), parallel (on all ranks).")
+]
+HeadOption = Annotated[
+    float | None, typer.Option(help="The whole output layer's forward for a slice, in average forwards of a unit.")
+]
 
 
 @app.command()
@@ -154,13 +164,19 @@ def simulate(
     microbatches: MicrobatchesOption = 4,
     attention_share: AttentionOption = None,
     backward_cost: BackwardOption = None,
+    vocab: VocabOption = "off",
+    head_share: HeadOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    with_grid: Annotated[bool, typer.Option("--grid", help="Also the grid of ranks and ticks.")] = False,
+    with_grid: Annotated[
+        bool,
+        typer.Option("--grid", help="Also the grid of ranks and ticks; vocabulary passes take a tick like all else."),
+    ] = False,
 ) -> None:
     """Run a schedule on paper: bubble, memory and idle time. It is proved sound first."""
     with _told_in_one_line():
         shape = _shape(pp, virtual_stages, slices, microbatches)
-        paper = _Paper.of(schedule, shape, _costs(slices, attention_share, backward_cost))
+        costs = _costs(slices, attention_share, backward_cost)
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share))
     report = paper.report()
     if as_json:
         if with_grid:
@@ -181,12 +197,15 @@ def draw(
     microbatches: MicrobatchesOption = 4,
     attention_share: AttentionOption = None,
     backward_cost: BackwardOption = None,
+    vocab: VocabOption = "off",
+    head_share: HeadOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The SVG file to write.")] = Path("schedule.svg"),
 ) -> None:
     """Draw a schedule's timeline as SVG."""
     with _told_in_one_line():
         shape = _shape(pp, virtual_stages, slices, microbatches)
-        paper = _Paper.of(schedule, shape, _costs(slices, attention_share, backward_cost))
+        costs = _costs(slices, attention_share, backward_cost)
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share))
         try:
             output.write_text(draw_svg(paper.timeline), encoding="utf-8")
         except OSError as error:
@@ -215,41 +234,71 @@ def _costs(slices: int, attention_share: float | None, backward_cost: float | No
 
 
 @dataclass(frozen=True)
+class _Head:
+    """Where the output layer is and what its forward takes for a slice."""
+
+    vocab: str
+    share: float | None
+
+    @classmethod
+    def of(cls, vocab: str, share: float | None) -> _Head:
+        if vocab not in _VOCAB:
+            raise ConfigError([f"--vocab = {vocab}: must be one of {', '.join(_VOCAB)}"])
+        if vocab == "off" and share is not None:
+            raise ConfigError([f"--head-share = {share}: --vocab = off costs nothing; use --vocab last or parallel"])
+        if vocab != "off" and share is None:
+            raise ConfigError([f"--vocab = {vocab}: needs --head-share, what the output layer costs"])
+        if share is not None and not 0 <= share < float("inf"):
+            raise ConfigError([f"--head-share = {share}: must be a number >= 0"])
+        return cls(vocab, share)
+
+
+_VOCAB: Final = ("off", "last", "parallel")
+
+
+@dataclass(frozen=True)
 class _Paper:
     """A schedule that was built, proved sound and run on paper."""
 
-    name: str
-    shape: Shape
+    plan: Plan
+    head: _Head
     timeline: Timeline
-    kv_slots: tuple[tuple[int, ...], ...]
+    peaks: Peaks
 
     @classmethod
-    def of(cls, name: str, shape: Shape, costs: Costs) -> _Paper:
+    def of(cls, name: str, shape: Shape, costs: Costs, head: _Head) -> _Paper:
         plan = build(name, shape)
+        if head.vocab == "parallel":
+            plan = add_vocabulary(plan, costs)
+        costs = replace(costs, vocabulary=output_layer_costs(head.share or 0.0, shape.p))
         peaks = check(plan)
-        return cls(name, shape, run_on_paper(plan, costs), peaks.kv_slots)
+        return cls(plan, head, run_on_paper(plan, costs), peaks)
 
     def grid(self) -> str:
-        return grid(self.timeline)
+        # A pass is a small part of a forward: sampled by time it would hardly ever be seen.
+        return grid(self.plan if self.plan.has_vocabulary else self.timeline)
 
     def report(self) -> dict[str, Any]:
         """What `--json` prints. Times in forwards of a unit, lists by rank, activations in those of one microbatch."""
-        shape, timeline = self.shape, self.timeline
+        name, shape, timeline = self.plan.name, self.plan.shape, self.timeline
         return {
-            "schedule": self.name,
+            "schedule": name,
             "pp": shape.p,
             "virtual_stages": shape.v,
             "slices": shape.n,
             "microbatches": shape.m,
+            "vocab": self.head.vocab,
+            "head_share": self.head.share,
             "bubble_fraction": timeline.bubble_fraction,
             "makespan": timeline.makespan,
             "peak_units": list(timeline.peak_units),
             "peak_activation": timeline.peak_activation,
-            "kv_slots": [list(chunks) for chunks in self.kv_slots],
+            "kv_slots": [list(chunks) for chunks in self.peaks.kv_slots],
+            "logits_shards": list(self.peaks.logits),
             "idle": list(timeline.idle),
             "formula": {
-                "bubble_fraction": float(bubble_fraction(self.name, shape)),
-                "peak_activation": float(peak_activation(self.name, shape)),
+                "bubble_fraction": float(bubble_fraction(name, shape)),
+                "peak_activation": float(peak_activation(name, shape)),
             },
         }
 
@@ -257,6 +306,8 @@ class _Paper:
 def _show(report: dict[str, Any]) -> None:
     formula = report["formula"]
     title = "{schedule}: p {pp}, v {virtual_stages}, n {slices}, m {microbatches}".format(**report)
+    if report["vocab"] != "off":
+        title += ", output layer {vocab} at {head_share}".format(**report)
     whole = Table("", "simulated", "formula, equal costs", title=title, title_justify="left")
     whole.add_row("bubble", f"{report['bubble_fraction']:.2%}", f"{formula['bubble_fraction']:.2%}")
     whole.add_row("peak activation, in M_a", f"{report['peak_activation']:.4f}", f"{formula['peak_activation']:.4f}")

@@ -12,6 +12,11 @@ An **action** is an operation on a unit. Its token names it in plans, grids, err
     SB3.12@0>0   send the gradient of the unit's input to rank 0
     RB3.12@0<1   post the receive of the gradient of the unit's output from rank 1; the unit's B waits for it
 
+With attention context exchange (`schedule.balance`) a rank that is idle in a slot can help others there:
+
+    XF3.12@0<2   compute what others lend in the slot in which rank 2 runs F3.12@0, the first of them
+    XB3.12@0<2   the same in the slot of rank 2's B3.12@0
+
 With vocabulary parallelism every rank also carries out, for every slice of every microbatch, these passes
 (`schedule.vocabulary`). H, S and T name the last stage's chunk, E, G and D the first's, on whichever rank they run:
 
@@ -39,6 +44,8 @@ class Op(str, Enum):
     RECV_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
+    HELP_FORWARD = "XF"
+    HELP_BACKWARD = "XB"
     EMBED = "E"
     HIDDEN = "H"
     STATISTICS = "S"
@@ -64,11 +71,17 @@ class Op(str, Enum):
         return self.is_send or self.is_recv
 
     @property
+    def is_help(self) -> bool:
+        """Attention lent by other ranks, where this one has nothing of its own to run."""
+        return self in (Op.HELP_FORWARD, Op.HELP_BACKWARD)
+
+    @property
     def is_vocabulary(self) -> bool:
         return self in _VOCABULARY
 
 
 _VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
+
 
 @dataclass(frozen=True, order=True)
 class Unit:
@@ -82,20 +95,24 @@ class Unit:
         return f"{self.microbatch}.{self.slice}@{self.chunk}"
 
 
-_TOKEN = re.compile(r"(F|B|SF|RF|SB|RB|[EHSTGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII)
+_TOKEN = re.compile(
+    r"(F|B|SF|RF|SB|RB|XF|XB|[EHSTGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One entry of a rank's list. `peer` is the other rank of a transfer and None for all else."""
+    """One entry of a rank's list. `peer`: the other rank of a transfer, the owner of what a helper does, else None."""
 
     op: Op
     unit: Unit
     peer: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op.is_transfer != (self.peer is not None):
-            raise ValueError(f"action {self.op.value}{self.unit}: a transfer needs a peer and nothing else has one")
+        if (self.op.is_transfer or self.op.is_help) != (self.peer is not None):
+            raise ValueError(
+                f"action {self.op.value}{self.unit}: a transfer or a helper needs a peer and nothing else has one"
+            )
 
     def __str__(self) -> str:
         if self.peer is None:

@@ -107,3 +107,9 @@ def sends_output_of(shape: Shape, rank: int, action: Action) -> Action | None:
     if action.op is Op.EMBED_GRAD_OUT and rank == 0:
         return Action(Op.BACKWARD, action.unit)
     return None
+
+
+def contributes(shape: Shape, rank: int, action: Action) -> bool:
+    """Whether this rank adds to a reduce in the action without getting its result."""
+    roots = {Op.EMBED: 0, Op.GRADIENT: shape.p - 1}
+    return roots.get(action.op, rank) != rank

@@ -36,11 +36,11 @@ class VocabularyCosts:
         return self.embed_grad if op is Op.EMBED_GRAD else costs.get(op, 0.0)
 
 
-def output_layer(head: float, p: int) -> VocabularyCosts:
+def output_layer_costs(head: float, p: int) -> VocabularyCosts:
     """`head`: the whole output layer's forward for one slice, in the unit of the other costs.
 
-    In one piece it takes three times that, since the loss makes both gradients in the forward and keeps no logits: three
-    products of the same size. In passes each of p ranks has 1/p of the first product in S and of the other two in T.
+    In one piece it takes three times that, three products of one size: the loss makes both gradients in the forward and
+    keeps no logits. In passes each of p ranks has 1/p of the first product in S and 1/p of the other two in T.
     """
     return VocabularyCosts(loss=3 * head, statistics=head / p, gradient=2 * head / p)
 

@@ -18,7 +18,7 @@ from slimpipe.schedule.timeline import Timeline
 
 _GREY = "#7d8590"
 _FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
-_FORWARD_HUE, _BACKWARD_HUE, _OTHER_HUE = 212, 28, 130
+_FORWARD_HUE, _BACKWARD_HUE, _VOCABULARY_HUE = 212, 28, 130
 _LIGHTNESS = (0.38, 0.58, 0.48, 0.68)
 """By microbatch, repeating. Neighbours differ by more than those two apart."""
 _ORANGE_LIFT = 0.06
@@ -34,7 +34,8 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
     """The timeline as SVG text, `width` px wide.
 
     Forwards are blue and backwards orange, shaded by microbatch; boxes with room for it show the slice (the microbatch
-    where n = 1), and with several chunks a letter for the chunk. The caption gives shape, bubble and peak activation.
+    where n = 1), and with several chunks a letter for the chunk. Vocabulary passes that take time are green, with the
+    pass's letter before the slice. The caption gives shape, bubble and peak activation.
     """
     shape = timeline.shape
     row = max(_SMALLEST_ROW, min(_ROW, _TALLEST_PLOT // shape.p))
@@ -81,6 +82,8 @@ def _boxes(timeline: Timeline, plot: _Plot) -> list[str]:
     labels: defaultdict[tuple[int, float], list[str]] = defaultdict(list)
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
+            if span.end == span.start:
+                continue
             box = plot.box(rank, span.start, span.end)
             paths[_colour(span)].append(_rectangle(*box))
             labels[_colour(span)].append(_label(span.action, box, timeline.shape))
@@ -97,7 +100,9 @@ def _boxes(timeline: Timeline, plot: _Plot) -> list[str]:
 def _label(action: Action, box: tuple[float, float, float, float], shape: Shape) -> str:
     x, y, wide, high = box
     text = str(action.unit.slice if shape.n > 1 else action.unit.microbatch)
-    if shape.v > 1 and action.unit.chunk < 26:
+    if action.op.is_vocabulary:
+        text = action.op.value + text
+    elif shape.v > 1 and action.unit.chunk < 26:
         text += "abcdefghijklmnopqrstuvwxyz"[action.unit.chunk]
     if high < 10 or wide < _CHARACTER * len(text) + 2:
         return ""
@@ -121,13 +126,16 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
     shades = min(timeline.shape.m, len(_LIGHTNESS))
     drawn = []
     x: float = _LEFT
-    for word, hue in (("forward", _FORWARD_HUE), ("backward", _BACKWARD_HUE)):
+    kinds = [("forward", _FORWARD_HUE, 70), ("backward", _BACKWARD_HUE, 70)]
+    if any(span.action.op.is_vocabulary and span.end > span.start for spans in timeline.spans for span in spans):
+        kinds.append(("vocabulary passes", _VOCABULARY_HUE, 122))
+    for word, hue, room in kinds:
         for microbatch in range(shades):
             colour = _hex(_shade(hue, microbatch))
             drawn.append(f'<path fill="{colour}" d="{_rectangle(x, y - 10, 13, 12)}"/>')
             x += 15
         drawn.append(_text(x + 4, y, word, size=12))
-        x += 70
+        x += room
     drawn.append(f'<path fill="#8b949e" fill-opacity="0.22" d="{_rectangle(x, y - 10, 13, 12)}"/>')
     drawn.append(_text(x + 19, y, "idle", size=12))
     notes = []
@@ -152,7 +160,7 @@ def _caption(timeline: Timeline) -> str:
 
 
 def _colour(span: Span) -> tuple[int, float]:
-    hue = {Op.FORWARD: _FORWARD_HUE, Op.BACKWARD: _BACKWARD_HUE}.get(span.action.op, _OTHER_HUE)
+    hue = {Op.FORWARD: _FORWARD_HUE, Op.BACKWARD: _BACKWARD_HUE}.get(span.action.op, _VOCABULARY_HUE)
     return _shade(hue, span.action.unit.microbatch)
 
 

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slimpipe.schedule.action import Action
-from slimpipe.schedule.costs import equal_costs
+from slimpipe.schedule.costs import VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
 from slimpipe.schedule.plan import Plan
 from slimpipe.schedule.simulate import simulate
 from slimpipe.schedule.timeline import Timeline
 
+_ONE_TICK = replace(equal_costs(1.0, 1.0), vocabulary=VocabularyCosts(statistics=1.0, gradient=1.0))
 IDLE = "."
 CONTINUED = "-"
 
@@ -23,13 +26,14 @@ CONTINUED = "-"
 def grid(source: Plan | Timeline, tick: float | None = None, first: int = 0, last: int | None = None) -> str:
     """Ranks x ticks `first` up to, not including, `last`.
 
-    A plan is drawn with forwards and backwards of one tick each. A timeline is sampled in the middle of each tick,
-    which defaults to its shortest action; `-` continues the action to its left, `.` is idle. Chunks are left out where
-    there is one a rank.
+    A plan is drawn with forwards, backwards and passes S and T of one tick each. A timeline is sampled in the middle of
+    each tick, which defaults to its shortest forward or backward; `-` continues the action to its left, `.` is idle.
+    Chunks are left out where there is one a rank.
     """
-    timeline = simulate(source, equal_costs(1.0, 1.0)) if isinstance(source, Plan) else source
+    timeline = simulate(source, _ONE_TICK) if isinstance(source, Plan) else source
     if tick is None:
-        tick = min((span.end - span.start for spans in timeline.spans for span in spans), default=1.0)
+        computes = (span for spans in timeline.spans for span in spans if span.action.op.is_compute)
+        tick = min((span.end - span.start for span in computes), default=1.0)
     if tick <= 0:
         raise ValueError(f"tick = {tick}: must be above 0")
     ticks = range(first, max(first, round(timeline.makespan / tick) if last is None else last))

@@ -20,8 +20,8 @@ def peak_units(actions: Iterable[Action], chunk: int | None = None) -> int:
 def peak_held(actions: Iterable[Action], made_by: Op, used_by: Op) -> int:
     """Most units at once between `made_by` and `used_by` in a rank's list, `used_by` included.
 
-    S to T: logits shards. H to T: the last stage's output as broadcast. On the last rank T to B: its gradient. On rank 0
-    E to F: embeddings. G to D: their gradient. Units that are never `made_by` here do not count.
+    S to T: logits shards. H to T: the last stage's output as broadcast; T to B, on the last rank: its gradient. E to F,
+    on rank 0: embeddings; G to D: their gradient. Units that are never `made_by` here do not count.
     """
     held: set[Unit] = set()
     peak = 0

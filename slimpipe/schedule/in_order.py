@@ -6,6 +6,10 @@ that alone, so if they name different tensors, data has gone to the wrong place.
 forward or backward blocks until its receive has completed; and before a send the host waits until its link has fewer
 than `send_window` earlier sends under way, which bounds the buffers that they hold.
 
+A collective completes when every rank has posted it, each behind the same earlier ones of its communicator; what waits
+for it blocks (`schedule.collectives`). A rank that only contributes to a reduce waits with the next of that kind until
+fewer than `reduce_window` are under way.
+
 Time plays no part: each queue's order is fixed by the plan, so whether the plan ends does not depend on speed. This
 is how one communicator for all forwards is seen to deadlock with v >= 2, which gloo never shows.
 """
@@ -17,12 +21,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slimpipe.schedule.action import Action
+from slimpipe.schedule.action import Action, Op
+from slimpipe.schedule.collectives import Collective, Communicator, awaited_by, contributes, posted_by, poster
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.rendezvous import Mismatch, Rendezvous
 from slimpipe.schedule.transfers import Kind, Link, Tensor, carried, link_of, receive_before
 
-Communicator = Callable[[Kind, int, int], Hashable]
+LinkCommunicator = Callable[[Kind, int, int], Hashable]
 """(kind, src, dst) -> which communicator carries that link; equal values share one."""
 
 
@@ -32,28 +38,34 @@ def one_per_link(kind: Kind, src: int, dst: int) -> Hashable:
 
 @dataclass(frozen=True)
 class Report:
-    """What a replay saw: transfers by link, and each rank's most receives and sends under way at once.
+    """What a replay saw: transfers by link, collectives by communicator, each rank's most receives and sends at once.
 
     The counts of sends and receives are those of the one interleaving of ranks that was replayed; others may differ.
     """
 
     transfers: dict[Link, int]
+    collectives: dict[Communicator, int]
     most_receives: tuple[int, ...]
     most_sends: tuple[int, ...]
 
 
-def replay_in_order(plan: Plan, *, send_window: int = 2, communicator: Communicator = one_per_link) -> Report:
+def replay_in_order(
+    plan: Plan, *, send_window: int = 2, reduce_window: int = 2, communicator: LinkCommunicator = one_per_link
+) -> Report:
     """Replay a lowered plan. Raises PlanError where wrong data would match, or on deadlock, with every rank's place."""
-    if send_window < 1:
-        raise PlanError(f"send_window = {send_window}: must be at least 1")
+    for name, window in (("send_window", send_window), ("reduce_window", reduce_window)):
+        if window < 1:
+            raise PlanError(f"{name} = {window}: must be at least 1")
     if not plan.is_lowered and plan.shape.p > 1:
         raise PlanError(f"{plan.name}: has no sends and receives; lower it first")
-    replay = _Replay(plan, send_window, communicator)
+    replay = _Replay(plan, send_window, reduce_window, communicator)
     replay.run()
-    return Report(dict(replay.transfers), tuple(replay.most_receives), tuple(replay.most_sends))
+    return Report(
+        dict(replay.transfers), dict(replay.collectives), tuple(replay.most_receives), tuple(replay.most_sends)
+    )
 
 
-def least_send_window(plan: Plan, communicator: Communicator = one_per_link) -> int:
+def least_send_window(plan: Plan, communicator: LinkCommunicator = one_per_link) -> int:
     """The smallest `send_window` under which a lowered plan runs to its end.
 
     1 in the schedules built so far, with one exception. Where p does not divide n, slimpipe's groups are longer than
@@ -85,41 +97,52 @@ class _Posted(NamedTuple):
 
 
 class _Replay:
-    def __init__(self, plan: Plan, send_window: int, communicator: Communicator) -> None:
+    def __init__(self, plan: Plan, send_window: int, reduce_window: int, communicator: LinkCommunicator) -> None:
         p = plan.shape.p
         self._plan = plan
         self._window = send_window
+        self._reduce_window = reduce_window
         self._communicator = communicator
+        self._in_passes = plan.has_vocabulary
         self._next = [0] * p
         self._queues: defaultdict[tuple[Hashable, int], deque[_Posted]] = defaultdict(deque)
         self._completed: list[set[Action]] = [set() for _ in range(p)]
         self._sends_under_way: Counter[Link] = Counter()
         self._under_way = {"sends": [0] * p, "receives": [0] * p}
+        self._rendezvous = Rendezvous(p)
+        self._met: set[Collective] = set()
+        self._contributed: defaultdict[tuple[int, Op], list[Collective]] = defaultdict(list)
         self.transfers: Counter[Link] = Counter()
+        self.collectives: Counter[Communicator] = Counter()
         self.most_receives = [0] * p
         self.most_sends = [0] * p
 
     def run(self) -> None:
         ready = list(range(self._plan.shape.p))
         while ready:
-            # A completed transfer can free its receiver's compute or its sender's window.
+            # A completed transfer can free its receiver's compute or its sender's window, a collective every rank.
             ready.extend(self._walk(ready.pop()))
         self._prove_finished()
 
     def _walk(self, rank: int) -> set[int]:
-        """Carry a rank's list on until it blocks. Returns the ranks at the ends of transfers that completed."""
+        """Carry a rank's list on until it blocks. Returns the ranks that took part in what completed."""
         touched: set[int] = set()
         actions = self._plan.ranks[rank]
         while self._next[rank] < len(actions) and self._blocked_by(rank) is None:
             index = self._next[rank]
             self._next[rank] += 1
-            if not actions[index].op.is_compute:
+            if actions[index].op.is_transfer:
                 touched |= self._post(rank, index)
+            elif actions[index].op.is_vocabulary:
+                touched |= self._meet(rank, index)
         return touched
 
     def _blocked_by(self, rank: int) -> str | None:
         """Why the rank's next action cannot run yet."""
         action = self._plan.ranks[rank][self._next[rank]]
+        collective = awaited_by(self._plan.shape, rank, action) if self._in_passes else None
+        if collective is not None and collective not in self._met:
+            return f"ranks {self._rendezvous.missing(collective)} have not posted the {collective}"
         if action.op.is_compute:
             receive = receive_before(self._plan.shape, rank, action)
             if receive is not None and receive not in self._completed[rank]:
@@ -128,7 +151,28 @@ class _Replay:
             link = link_of(rank, action)
             if self._sends_under_way[link] >= self._window:
                 return f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
+        elif contributes(self._plan.shape, rank, action):
+            earlier = self._contributed[rank, action.op]
+            if len(earlier) >= self._reduce_window and earlier[-self._reduce_window] not in self._met:
+                return f"the {earlier[-self._reduce_window]} has not completed"
         return None
+
+    def _meet(self, rank: int, index: int) -> set[int]:
+        """Post a vocabulary pass's collective. Returns all ranks where that completes it."""
+        action = self._plan.ranks[rank][index]
+        collective = posted_by(action)
+        if collective is None:
+            return set()
+        if contributes(self._plan.shape, rank, action):
+            self._contributed[rank, action.op].append(collective)
+        try:
+            if not self._rendezvous.post(rank, collective):
+                return set()
+        except Mismatch as mismatch:
+            raise refusal(self._plan, rank, index, str(mismatch)) from None
+        self._met.add(collective)
+        self.collectives[collective.communicator] += 1
+        return set(range(self._plan.shape.p))
 
     def _post(self, rank: int, index: int) -> set[int]:
         action = self._plan.ranks[rank][index]
@@ -195,3 +239,8 @@ class _Replay:
         for queue in self._queues.values():
             if queue:
                 raise refusal(plan, queue[0].rank, queue[0].at, f"peer {queue[0].action.peer} never met it")
+        for collective in self._rendezvous.incomplete():
+            missing = self._rendezvous.missing(collective)
+            rank = next(rank for rank in range(plan.shape.p) if rank not in missing)
+            at = plan.ranks[rank].index(poster(plan.shape, collective))
+            raise refusal(plan, rank, at, f"ranks {missing} never posted the {collective}")

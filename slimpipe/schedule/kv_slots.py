@@ -21,12 +21,16 @@ from slimpipe.schedule.in_flight import peak_units
 from slimpipe.schedule.plan import Shape
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges of slots, ascending, none touching another."""
+
+
 @dataclass(frozen=True)
 class SlotPlace:
-    """A unit's own slot, and its microbatch's earlier slices as half-open ranges of slots, ascending and merged."""
+    """A unit's own slot, and where its microbatch's earlier slices lie."""
 
     slot: int
-    past: tuple[tuple[int, int], ...]
+    past: Ranges
 
 
 @dataclass(frozen=True)
@@ -46,36 +50,41 @@ def assign_kv_slots(shape: Shape, actions: Iterable[Action]) -> RankSlots:
     actions = [action for action in actions if action.op.is_compute]
     capacity = tuple(peak_units(actions, chunk) for chunk in range(shape.v))
     free = [[True] * slots for slots in capacity]
-    held: dict[tuple[int, int], list[int]] = {}
+    held: dict[tuple[int, int], Ranges] = {}
     places: dict[Unit, SlotPlace] = {}
     for action in actions:
         unit = action.unit
-        own = held.setdefault((unit.microbatch, unit.chunk), [])
+        microbatch = unit.microbatch, unit.chunk
         if action.op is Op.FORWARD:
-            slot = _choose(free[unit.chunk], own, from_left=unit.microbatch % 2 == 0)
-            places[unit] = SlotPlace(slot, merge_slots(own))
-            own.append(slot)
+            past = held.get(microbatch, ())
+            slot = _choose(free[unit.chunk], past, from_left=unit.microbatch % 2 == 0)
+            places[unit] = SlotPlace(slot, past)
+            held[microbatch] = _join(past, slot)
             free[unit.chunk][slot] = False
         else:
-            free[unit.chunk][own.pop()] = True
+            # What the microbatch holds from here on is what it held when this slice came.
+            held[microbatch] = places[unit].past
+            free[unit.chunk][places[unit].slot] = True
     return RankSlots(capacity, places)
 
 
-def merge_slots(slots: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Slots as half-open ranges, ascending, neighbours joined."""
-    ranges: list[tuple[int, int]] = []
-    for slot in sorted(slots):
-        if ranges and ranges[-1][1] == slot:
-            ranges[-1] = (ranges[-1][0], slot + 1)
-        else:
-            ranges.append((slot, slot + 1))
-    return tuple(ranges)
+def _join(ranges: Ranges, slot: int) -> Ranges:
+    """The ranges with a slot more, ascending, neighbours joined."""
+    start, end = slot, slot + 1
+    before = [r for r in ranges if r[1] <= slot]
+    after = [r for r in ranges if r[0] > slot]
+    if before and before[-1][1] == start:
+        start = before.pop()[0]
+    if after and after[0][0] == end:
+        end = after.pop(0)[1]
+    return (*before, (start, end), *after)
 
 
-def _choose(free: Sequence[bool], own: Sequence[int], from_left: bool) -> int:
+def _choose(free: Sequence[bool], own: Ranges, from_left: bool) -> int:
     """A free slot for a microbatch that holds `own`: beside its range, onward before back; else nearest its end."""
     if own:
-        beside = (max(own) + 1, min(own) - 1) if from_left else (min(own) - 1, max(own) + 1)
+        first, end = own[0][0], own[-1][1]
+        beside = (end, first - 1) if from_left else (first - 1, end)
         for slot in beside:
             if 0 <= slot < len(free) and free[slot]:
                 return slot

@@ -1,9 +1,9 @@
 """When each forward and backward must start at the latest for a step to take no longer.
 
-A simulated step starts everything as early as it can, and there the first ranks run ahead: in the 1F1B phase of slimpipe
-rank 0 is half a tick early, in its backward while the last rank is in its forward. In the latest times the ranks are
-in phase: all in their forward slot or all in their backward slot (orders.slimpipe). What binds all ranks together at
-one moment belongs where they have no slack to lose: at places taken from these times.
+A simulated step starts everything as early as it can, and there the first ranks run ahead: in the 1F1B phase of
+slimpipe rank 0 is half a tick early, in its backward while the last rank is in its forward. In the latest times the
+ranks are in phase: all in their forward slot or all in their backward slot (orders.slimpipe). So what binds all ranks
+together costs least at places taken from these times: ranks with slack wait there, and those without do not.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from slimpipe.schedule.wire import ReceiveRule, SendRule, Wires
 def simulate(
     plan: Plan, costs: Costs, link: LinkCost | None = None, rules: Mapping[Op, Rule] | None = None
 ) -> Timeline:
-    """Run the plan on paper. `link` None: transfers and collectives are free. `rules` adds or replaces what operations do.
+    """Run the plan on paper. `link` None: transfers and collectives are free. `rules` adds to what operations do, or
+    replaces it.
 
     Raises PlanError naming each rank's blocked action where the plan deadlocks.
     """

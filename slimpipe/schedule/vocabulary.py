@@ -25,9 +25,9 @@ Where B follows F at once (the last slice of a microbatch; every slice if n = 1)
 wait; with one action between, S and T stand right before B and the broadcast runs beside that action. T before the next
 S means that **one logits shard a rank is alive at a time**; letting two be alive would gain 0.1 % of a step.
 
-Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. One action ahead and
-one after would hold fewer tensors, at most four and five on any plan here, but make E and D meeting points: that costs
-2.5 % of a step at v = 2, and up to 15 % where costs differ by slice.
+Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. So four embeddings
+wait on rank 0 at most, and five gradients on any rank. One action ahead and one after would hold two of each, but make
+E and D meeting points: that costs 2 % of a step at v = 2, and up to 15 % where costs differ by slice.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def cases() -> dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]]:
         "swiglu forward": (swiglu.swiglu_forward, lambda: (noise(1, 512, 2048),)),
         "swiglu backward": (swiglu.swiglu_backward, lambda: (noise(1, 512, 1024), noise(1, 512, 2048))),
         "rope": (rope.rotate, lambda: (noise(1, 512, 8, 128), angles.cos().cuda(), angles.sin().cuda())),
-        "cross-entropy": (
-            cross_entropy._loss_and_dlogits,
-            lambda: (noise(512, 4096), labels.cuda(), torch.tensor(1e-3, device="cuda")),
+        "cross-entropy statistics": (
+            cross_entropy.shard_statistics,
+            lambda: (noise(512, 4096), labels.cuda(), 0, 4000),
         ),
     }
 
@@ -49,6 +49,18 @@ def test_compiled_equals_plain(name: str) -> None:
         # Both compute in fp32 and round once; sums may be taken in another order.
         bound = 1e-5 if a.dtype == torch.float32 else 5e-3
         assert float((a.double() - b.double()).norm() / b.double().norm()) <= bound
+
+
+def test_the_gradient_of_a_shards_logits_compiled_equals_plain() -> None:
+    labels = torch.randint(0, 8192, (512,)).cuda()
+    labels[::7] = -100
+    lse = noise(512, dtype=torch.float32) + 9
+    arguments = (labels, lse, torch.tensor(1e-3, device="cuda"), 4096, 4000, 8192, 1e-4, 0.1)
+    compiled, plain = noise(512, 4096), noise(512, 4096)
+    cross_entropy.shard_gradient.compiled(compiled, *arguments)
+    cross_entropy.shard_gradient.plain(plain, *arguments)
+    assert float((compiled.double() - plain.double()).norm() / plain.double().norm()) <= 5e-3
+    assert (plain[:, 4000:] == 0).all() and (plain[::7] == 0).all()
 
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:

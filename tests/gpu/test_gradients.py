@@ -30,7 +30,7 @@ SPEC = LlamaSpec(
 )
 
 
-def settings(p: int, v: int, n: int, **train: Any) -> Config:
+def settings(p: int, v: int, n: int, vocab: bool = False, **train: Any) -> Config:
     return Config.from_dict(
         {
             "model": {
@@ -43,7 +43,7 @@ def settings(p: int, v: int, n: int, **train: Any) -> Config:
                 "rope_theta": SPEC.rope_theta,
             },
             "parallel": {"pp": p},
-            "pipeline": {"slices": n, "virtual_stages": v},
+            "pipeline": {"slices": n, "virtual_stages": v, "vocab_parallel": vocab},
             "memory": {"recompute": "norms"},
             "data": {"corpus": "python_stdlib", "sequence_length": LENGTH},
             "train": {"steps": 3, "output": "unused", "global_batch": SEQUENCES, "dtype": "bfloat16", **train},
@@ -72,7 +72,8 @@ def rank_gradients(rank: int, world: int, store: str, config: Config, out: str) 
     loss = session.step_gradients(*batch())
     gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}
     weights = {name: weight.cpu() for name, weight in session.weights().items()}
-    torch.save({"loss": loss, "gradients": gradients, "weights": weights}, f"{out}.{rank}")
+    found = {"loss": loss, "gradients": gradients, "weights": weights, "cut": list(session.shards)}
+    torch.save(found, f"{out}.{rank}")
     if world > 1:
         dist.destroy_process_group()
 
@@ -90,7 +91,9 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     whole: dict[str, Any] = {"loss": parts[0]["loss"], "gradients": {}, "weights": {}}
     for part in parts:
         for key in ("gradients", "weights"):
-            whole[key] |= part[key]
+            for name, tensor in part[key].items():
+                rows = [whole[key][name]] if name in part["cut"] and name in whole[key] else []
+                whole[key][name] = torch.cat([*rows, tensor])
     return whole
 
 
@@ -115,23 +118,30 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[floa
     return together, {name: difference[name] / size[name] for name in reference}
 
 
-CASES = [(1, 1, 16, "cudnn"), (1, 1, 64, "cudnn"), (1, 1, 16, "flash"), (2, 1, 16, "cudnn"), (2, 2, 64, "cudnn")]
+CASES = [
+    (1, 1, 16, False, "cudnn"),
+    (1, 1, 64, False, "cudnn"),
+    (1, 1, 16, False, "flash"),
+    (2, 1, 16, False, "cudnn"),
+    (2, 2, 64, True, "cudnn"),
+]
 
 
-@pytest.mark.parametrize(("p", "v", "n", "attention"), CASES)
+@pytest.mark.parametrize(("p", "v", "n", "vocab", "attention"), CASES)
 def test_bf16_gradients_lose_nothing_to_slicing(
-    p: int, v: int, n: int, attention: str, plain: dict[str, Any], tmp_path: Path
+    p: int, v: int, n: int, vocab: bool, attention: str, plain: dict[str, Any], tmp_path: Path
 ) -> None:
     if torch.cuda.device_count() < p:
         pytest.skip(f"needs {p} GPUs, here {torch.cuda.device_count()}")
-    found = run(settings(p, v, n, attention=attention), tmp_path)
+    found = run(settings(p, v, n, vocab, attention=attention), tmp_path)
     together, by_tensor = errors(found["gradients"], plain["reference"])
     plain_together, plain_by_tensor = errors(plain["gradients"], plain["reference"])
     ratios = {name: by_tensor[name] / plain_by_tensor[name] for name in by_tensor}
     worst = max(ratios, key=lambda name: ratios[name])
     print(
-        f"\np={p} v={v} n={n} {attention}: loss {found['loss']:.6f} (plain {plain['loss']:.6f}, fp32 "
-        f"{plain['reference_loss']:.6f}); error together {together:.3e} = {together / plain_together:.3f} x plain; "
+        f"\np={p} v={v} n={n} vocab_parallel={vocab} {attention}: loss {found['loss']:.6f} "
+        f"(plain {plain['loss']:.6f}, fp32 {plain['reference_loss']:.6f}); "
+        f"error together {together:.3e} = {together / plain_together:.3f} x plain; "
         f"worst tensor {worst} {ratios[worst]:.3f} x plain"
     )
     assert set(found["gradients"]) == set(plain["reference"])

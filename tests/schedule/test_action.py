@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from slimpipe.schedule import Action, Op, Plan, PlanError, Shape, Unit
 
 UNITS = st.builds(Unit, st.integers(0, 999), st.integers(0, 999), st.integers(0, 99))
-PASS = st.builds(Action, st.sampled_from([op for op in Op if not (op.is_send or op.is_recv)]), UNITS)
-TRANSFER = st.builds(Action, st.sampled_from([op for op in Op if op.is_send or op.is_recv]), UNITS, st.integers(0, 999))
+WITH_PEER = [op for op in Op if op.is_transfer or op.is_help]
+PASS = st.builds(Action, st.sampled_from([op for op in Op if op not in WITH_PEER]), UNITS)
+TRANSFER = st.builds(Action, st.sampled_from(WITH_PEER), UNITS, st.integers(0, 999))
 
 
 @given(st.one_of(PASS, TRANSFER))
@@ -24,6 +25,8 @@ def test_token_round_trips(action: Action) -> None:
         ("F3.12@0", Action(Op.FORWARD, Unit(3, 12, 0))),
         ("B0.0@2", Action(Op.BACKWARD, Unit(0, 0, 2))),
         ("SF3.12@0>1", Action(Op.SEND_FORWARD, Unit(3, 12, 0), 1)),
+        ("XF3.12@0<2", Action(Op.HELP_FORWARD, Unit(3, 12, 0), 2)),
+        ("XB3.12@0<2", Action(Op.HELP_BACKWARD, Unit(3, 12, 0), 2)),
         ("RB3.12@0<1", Action(Op.RECV_BACKWARD, Unit(3, 12, 0), 1)),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.action import Action, Unit
 from slimpipe.schedule.collectives import (
     COMMUNICATORS,
     PASSES,
@@ -57,7 +57,7 @@ def _walk(plan: Plan, rank: int) -> None:
 
 
 def _needed(plan: Plan, rank: int, action: Action) -> list[Action]:
-    """Actions of the same rank that must come first: what posts the collective it waits for, and what makes its data."""
+    """Actions of the same rank that must come first: what posts the collective it waits for; what makes its data."""
     collective = awaited_by(plan.shape, rank, action)
     source = sends_output_of(plan.shape, rank, action)
     return [*([poster(plan.shape, collective)] if collective else []), *([source] if source else [])]

@@ -1,0 +1,67 @@
+"""What a unit's forward and backward consist of, as the balance pass sees them (DESIGN section 4).
+
+A unit's time is its dense part, which stays where the weights are; attention to its own slice, causal, which stays
+too; and attention to its past, so much a token, which any rank can do. All units have the same, but for the length of
+their past. Any unit of time serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimpipe.schedule.action import Unit
+from slimpipe.schedule.costs import Costs
+from slimpipe.schedule.plan import PlanError
+from slimpipe.schedule.slots import Kind
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one unit's forward or backward. `token`: attention to one token of the past, by the whole slice."""
+
+    dense: float
+    own: float
+    token: float
+
+    def __post_init__(self) -> None:
+        if min(self.dense, self.own) < 0 or self.token <= 0:
+            raise PlanError(f"{self}: dense and own must be >= 0, token > 0")
+
+    @property
+    def stays(self) -> float:
+        """What no other rank can do."""
+        return self.dense + self.own
+
+
+@dataclass(frozen=True)
+class Work:
+    """Loads of every unit, for slices of `slice_tokens` tokens."""
+
+    forward: Load
+    backward: Load
+    slice_tokens: int
+
+    def of(self, kind: Kind) -> Load:
+        return self.forward if kind == "F" else self.backward
+
+    def costs(self) -> Costs:
+        """The same without exchange, for the simulator."""
+
+        def time(load: Load, unit: Unit) -> float:
+            return load.stays + load.token * self.slice_tokens * unit.slice
+
+        return Costs(lambda stage, unit: time(self.forward, unit), lambda stage, unit: time(self.backward, unit))
+
+
+def sliced_work(n: int, attention_share: float, slice_tokens: int) -> Work:
+    """`attention_share` of the forward, in a whole microbatch, is attention; a forward takes 1 on average.
+
+    As `costs.sliced_costs`: a slice's own attention costs half of what it costs to attend to another slice. Backward to
+    forward: 2 in the dense part, 2.5 in attention.
+    """
+    if not 0 < attention_share <= 1:
+        raise PlanError(f"attention_share = {attention_share}: exchange needs attention to share, above 0, at most 1")
+    a_slice = attention_share / (n / 2)
+    forward = Load(1 - attention_share, a_slice / 2, a_slice / slice_tokens)
+    backward = Load(2 * forward.dense, 2.5 * forward.own, 2.5 * forward.token)
+    return Work(forward, backward, slice_tokens)

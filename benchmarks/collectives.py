@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.collectives
 
-Broadcast against scatter and all-gather, the fp32 reduce, the gather of statistics; milliseconds by device events, median
-of 20. Rows in benchmarks/results/collectives.jsonl.
+Broadcast against scatter and all-gather, the fp32 reduce, the gather of statistics; milliseconds by device events,
+median of 20. Rows in benchmarks/results/collectives.jsonl.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Config(BaseModel):
     def vocab_parallel(self) -> bool:
         """Whether embedding and output layer are cut into rows over the pipeline's ranks (one rank: never)."""
         asked = self.pipeline.vocab_parallel
-        wanted = False if asked is None else asked
+        wanted = self.pipeline.schedule == "slimpipe" if asked is None else asked
         return wanted and self.parallel.pp > 1
 
     def dump_yaml(self, path: str | Path) -> None:

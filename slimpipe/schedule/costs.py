@@ -84,12 +84,12 @@ def equal_costs(forward: float = 1.0, backward: float = 2.0) -> Costs:
     return Costs(lambda stage, unit: forward, lambda stage, unit: backward)
 
 
-def sliced_costs(n: int, attention_share: float) -> Costs:
+def sliced_costs(n: int, attention_share: float, attention_backward: float = 2.5) -> Costs:
     """Causal attention grows with the prefix: `attention_share` of the forward, in a whole microbatch, is attention.
 
     Slice i attends to i whole slices and, causally, to half of its own, so its attention costs i + 1/2 slices, n/2 on
-    average. A forward takes 1 on average. Backward to forward: 2 in the dense part, 2.5 in attention, which runs
-    its two products again and adds three (DESIGN section 4).
+    average. A forward takes 1 on average. Backward to forward: 2 in the dense part, `attention_backward` in attention:
+    2.5, as it runs its two products again and adds three (DESIGN section 4), or more where a kernel's backward is slower.
     """
     if not 0 <= attention_share <= 1:
         raise PlanError(f"attention_share = {attention_share}: must lie between 0 and 1")
@@ -100,5 +100,5 @@ def sliced_costs(n: int, attention_share: float) -> Costs:
 
     return Costs(
         forward=lambda stage, unit: dense + attention(unit),
-        backward=lambda stage, unit: 2 * dense + 2.5 * attention(unit),
+        backward=lambda stage, unit: 2 * dense + attention_backward * attention(unit),
     )

@@ -59,7 +59,7 @@ def assign_kv_slots(shape: Shape, actions: Iterable[Action]) -> RankSlots:
             past = held.get(microbatch, ())
             slot = _choose(free[unit.chunk], past, from_left=unit.microbatch % 2 == 0)
             places[unit] = SlotPlace(slot, past)
-            held[microbatch] = _join(past, slot)
+            held[microbatch] = join(past, slot)
             free[unit.chunk][slot] = False
         else:
             # What the microbatch holds from here on is what it held when this slice came.
@@ -68,7 +68,7 @@ def assign_kv_slots(shape: Shape, actions: Iterable[Action]) -> RankSlots:
     return RankSlots(capacity, places)
 
 
-def _join(ranges: Ranges, slot: int) -> Ranges:
+def join(ranges: Ranges, slot: int) -> Ranges:
     """The ranges with a slot more, ascending, neighbours joined."""
     start, end = slot, slot + 1
     before = [r for r in ranges if r[1] <= slot]

@@ -5,29 +5,37 @@ other rank at that moment. All ranks carry all passes out in one order of moment
 a pass never stands before it: so no order of waiting can close a circle, and the collectives of a communicator come in
 the same order everywhere.
 
-**The moments are those of the latest times** (`latest`), not the earliest. Passes bind all ranks together, and as early
-as it can a rank runs ahead of its phase: then the last slice of a microbatch, on whose S and T the last rank waits,
-finds other ranks in mid-backward. At p = 8, n = 32, m = 4 with equal costs the earliest times cost 4 % of the step and
-the latest 0.3 %, hardly more than the transfers that nothing can hide. Where costs differ by slice and no exchange
-evens them out, `costs` must say so: places taken from equal costs then cost 4 to 8 % at p >= 8, where places from costs
-that are 20 % wrong cost 1 to 3 %, and from right ones next to nothing.
+Output layer, by the last rank's list, with F and B of its last chunk:
 
-**Places.** Output layer, by the last rank's list, with F and B of its last chunk at f and d:
+| pass | stands                                                                                     |
+|------|--------------------------------------------------------------------------------------------|
+| H    | right after F                                                                              |
+| S    | two actions after F, so that the broadcast runs beside a forward and a backward             |
+| T    | two actions after S, or right before the next slice's S if that comes first                |
+|      | both no later than one action before B, so that T's reduce runs beside that                |
 
-| pass | stands                                                                                    |
-|------|-------------------------------------------------------------------------------------------|
-| H    | right after F                                                                             |
-| S    | two actions after F: the broadcast has a forward and a backward to run beside              |
-| T    | two actions after S, or right before the next slice's S if that comes first               |
-|      | neither later than one action before B, beside which T's reduce runs                      |
+So one logits shard a rank is alive at a time (a second would gain 0.1 % of a step), and up to four slices of the last
+stage's output. Where B follows F at once (the last slice of a microbatch; every slice if n = 1) S and T follow H at once
+and all ranks wait; the passes of the slice before stand there too and fill part of that. With one action between F and
+B, S and T stand right before B.
 
-Where B follows F at once (the last slice of a microbatch; every slice if n = 1) S and T follow H at once, and all ranks
-wait; with one action between, S and T stand right before B and the broadcast runs beside that action. T before the next
-S means that **one logits shard a rank is alive at a time**; letting two be alive would gain 0.1 % of a step.
+Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. So up to four
+embeddings wait on rank 0, and five gradients on any rank.
 
-Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. So four embeddings
-wait on rank 0 at most, and five gradients on any rank. One action ahead and one after would hold two of each, but make
-E and D meeting points: that costs 2 % of a step at v = 2, and up to 15 % where costs differ by slice.
+**Why two, three and four, and why the latest times.** Passes bind all ranks together, so each should find the others at
+the same moment with time to spare. As early as it can a rank runs ahead of its phase, and then the last slice of a
+microbatch finds others in mid-backward: so moments are those of the latest times (`latest`). What a step takes beyond
+an even split of the output layer, simulated (benchmarks/vocabulary_simulation.py has the costs; m = 4):
+
+| p, n, v                            | 2, 8, 1 | 8, 32, 1 | 16, 64, 1 | 8, 32, 2 | 8, 8, 1 | 4, 6, 3 |
+|------------------------------------|---------|----------|-----------|----------|---------|---------|
+| attention evened out by exchange   | 0.1 %   | 0.2 %    | 0.2 %     | 0.2 %    | 1.3 %   | 0.1 %   |
+| - moments of the earliest times    | 3.7 %   | 1.5 %    | 0.8 %     | 0.7 %    | 5.3 %   | 1.9 %   |
+| - E, S, T and D at one action       | 0.1 %   | 1.0 %    | 25.7 %    | 4.4 %    | 4.1 %   | 2.1 %   |
+| attention by slice, no exchange    | -0.4 %  | -0.2 %   | 0.0 %     | 0.0 %    | 3.0 %   | 0.0 %   |
+| - only E and D at one action       | 2.2 %   | 16.8 %   | 16.7 %    | 6.6 %    | 13.2 %  | 4.7 %   |
+| - `costs` equal, which is wrong    | 0.4 %   | 4.3 %    | 6.2 %     | -0.1 %   | 8.3 %   | 1.2 %   |
+| - `costs` with 1.2 times the share | -0.4 %  | 1.6 %    | 2.9 %     | 0.2 %    | 5.4 %   | -0.1 %  |
 """
 
 from __future__ import annotations
@@ -55,8 +63,9 @@ EMBED_GRAD_BESIDE = 4
 def add_vocabulary(plan: Plan, costs: Costs | None = None) -> Plan:
     """The plan with E, H, S, T, G and D of every slice on every rank; `lower` comes after.
 
-    `costs`: of forwards and backwards, as far as known, to tell which actions of different ranks coincide; by default
-    a backward takes two forwards and all slices the same. Raises PlanError where there is nothing to share (p = 1), and
+    `costs`: of forwards and backwards, as far as known, to tell which actions of different ranks coincide. By default all
+    slices cost the same and a backward two forwards; where attention grows with the prefix and no exchange evens it out,
+    give `sliced_costs`. Every rank must be given the same. Raises PlanError where there is nothing to share (p = 1), and
     for plans that have passes or transfers already.
     """
     if plan.shape.p == 1:

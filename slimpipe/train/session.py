@@ -305,16 +305,18 @@ class Session:
         return DistributedCollectives(ranks, self.device)
 
     def _choose_ce_chunk(self) -> int:
-        """Tokens a chunk of the output layer, from a fiftieth of the memory that is free now.
+        """Tokens a chunk of the output layer: a slice's, halved until a chunk takes a fiftieth of the free memory.
 
-        A token's chunk costs its logits in the compute dtype and, at worst, twice in fp32.
+        A token costs its logits in the compute dtype and, at worst, twice in fp32.
         """
-        tokens = self.slice_tokens * self.config.train.micro_batch
+        chunk = self.slice_tokens * self.config.train.micro_batch
         if self.device.type != "cuda":
-            return min(tokens, 1024)
+            return min(chunk, 1024)
         columns = -(-self.config.model.vocab_size // (self.shape.p if self.config.vocab_parallel else 1))
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(256, min(tokens, free // 50 // (10 * columns) // 256 * 256))
+        while chunk > 256 and chunk % 2 == 0 and chunk * 10 * columns > free // 50:
+            chunk //= 2
+        return chunk
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from slimpipe.schedule import Action, Op, Plan, RankSlots, Shape, Unit, assign_kv_slots, build, supported
-from slimpipe.schedule.kv_slots import merge_slots
+from slimpipe.schedule.kv_slots import Ranges, join
 from slimpipe.schedule.proofs.slots import prove_rank_slots
 from tests.schedule.shapes import cases
 
@@ -44,9 +44,11 @@ def test_several_chunks_have_buffers_of_their_own() -> None:
     assert sum(slots.capacity) >= 8 * 2 + 2 * 3
 
 
-def test_merge_slots() -> None:
-    assert merge_slots([]) == ()
-    assert merge_slots([3, 1, 2, 7, 5, 8]) == ((1, 4), (5, 6), (7, 9))
+def test_join() -> None:
+    ranges: Ranges = ()
+    for slot in [3, 1, 2, 7, 5, 8]:
+        ranges = join(ranges, slot)
+    assert ranges == ((1, 4), (5, 6), (7, 9))
 
 
 @pytest.mark.parametrize("p", range(2, 9))

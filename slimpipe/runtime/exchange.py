@@ -119,7 +119,7 @@ class Buffers:
 
 
 class LayerExchange:
-    """One rank's loans in one slot, layer by layer: made for a unit's forward, for its backward, or for an idle slot."""
+    """One rank's loans in one slot, layer by layer: of a unit's forward, of its backward, or of an idle slot."""
 
     def __init__(
         self,

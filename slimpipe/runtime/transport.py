@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slimpipe.schedule import Link
 
+
 class Receive(Protocol):
     """A posted receive."""
 

@@ -105,7 +105,12 @@ class VocabularyPasses:
         }
 
     def warm_up(self, micro_batch: int, slice_tokens: int) -> None:
-        """Runs the passes' kernels once, alone; adds zeros to the gradients."""
+        """Runs the passes' kernels once, then each collective once at its real size; adds zeros to the gradients.
+
+        The collectives are the ranks' first meeting here, and all ranks take part. NCCL sets up an operation's
+        connections at its first use, with allocations that can wait for the device: in a step, behind a receive that
+        waits for a peer that waits for this rank, that would be a deadlock.
+        """
         weight = self.shards.output.weight
         tokens = torch.zeros(micro_batch, slice_tokens, dtype=torch.int64, device=weight.device)
         self.begin(lambda unit: tokens, lambda unit: tokens, torch.zeros((), device=weight.device))
@@ -117,6 +122,14 @@ class VocabularyPasses:
         acc = main_grad(self.shards.embedding.weight)
         assert acc is not None
         add_shard_gradient(acc, tokens, torch.zeros_like(embedded), self.shards.embedding.rows.first)
+
+        self._collectives.reduce("embedding", embedded, self._first).wait()
+        self._collectives.broadcast("embedding", torch.zeros_like(embedded), self._first).wait()
+        self._collectives.broadcast("output", torch.zeros_like(embedded), self._last).wait()
+        parts = self._collectives.gather("output", statistics).wait()
+        token_losses(join_statistics(parts), tokens.flatten(), self.shards.output.rows.total, self._loss).sum()
+        wide = torch.zeros(embedded.shape, dtype=self._scale.dtype, device=weight.device)
+        self._collectives.reduce("output", wide, self._last).wait().to(weight.dtype)
 
     def begin(self, tokens: Callable[[Unit], Tensor], labels: Callable[[Unit], Tensor], scale: Tensor) -> None:
         """Starts a step. `tokens` and `labels` give a unit's [b, s]."""

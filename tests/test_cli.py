@@ -102,6 +102,35 @@ def test_simulate_grid_inside_json() -> None:
     assert [line.split()[0] for line in report["grid"]] == ["tick", "rank", "rank"]
 
 
+def test_simulate_output_layer() -> None:
+    """slimpipe, p = 4, n = 16: 64 slices of 4 stages, an output layer of 0.4 forwards. On the last rank it adds
+    3 x 0.4 to each of its slices; in passes a quarter of that to each rank, and nobody waits for it."""
+    options = "simulate --pp 4 --slices 16 --json"
+    off, last, parallel = (
+        json.loads(run_line(f"{options} {vocab}").stdout)
+        for vocab in ("", "--vocab last --head-share 0.4", "--vocab parallel --head-share 0.4")
+    )
+    assert last["makespan"] == pytest.approx(off["makespan"] + 64 * 1.2)
+    assert parallel["makespan"] == pytest.approx(off["makespan"] + 64 * 0.3)
+    assert [report["logits_shards"] for report in (off, last, parallel)] == [[0] * 4, [0] * 4, [1] * 4]
+    assert [(report["vocab"], report["head_share"]) for report in (off, parallel)] == [("off", None), ("parallel", 0.4)]
+    assert {report["peak_activation"] for report in (off, last, parallel)} == {off["peak_activation"]}
+
+
+def test_simulate_output_layer_where_attention_grows() -> None:
+    """Places are chosen by the costs that are simulated: ranks idle no more than without the output layer."""
+    options = "simulate --pp 8 --slices 32 --attention-share 0.6 --json"
+    off = json.loads(run_line(options).stdout)
+    parallel = json.loads(run_line(f"{options} --vocab parallel --head-share 0.25").stdout)
+    assert parallel["bubble_fraction"] < off["bubble_fraction"]
+
+
+def test_simulate_output_layer_table_and_grid() -> None:
+    result = run_line("simulate --schedule 1f1b --pp 2 --microbatches 1 --vocab parallel --head-share 0.1 --grid")
+    assert "1f1b: p 2, v 1, n 1, m 1, output layer parallel at 0.1" in result.stdout
+    assert "rank 1     .  F0.0  S0.0  T0.0  B0.0     ." in result.stdout
+
+
 @pytest.mark.parametrize("command", ["simulate", "draw"])
 @pytest.mark.parametrize(
     ("options", "line"),
@@ -114,6 +143,14 @@ def test_simulate_grid_inside_json() -> None:
         (
             "--attention-share 0.5 --backward-cost 2",
             "--backward-cost = 2.0: --attention-share sets it; leave one of them out",
+        ),
+        ("--vocab both", "--vocab = both: must be one of off, last, parallel"),
+        ("--vocab last", "--vocab = last: needs --head-share, what the output layer costs"),
+        ("--head-share 0.1", "--head-share = 0.1: --vocab = off costs nothing; use --vocab last or parallel"),
+        ("--vocab last --head-share nan", "--head-share = nan: must be a number >= 0"),
+        (
+            "--pp 1 --vocab parallel --head-share 0.1",
+            "pipeline.vocab_parallel = true needs parallel.pp >= 2: one rank has nobody to share with",
         ),
     ],
 )
@@ -146,6 +183,12 @@ def test_draw(tmp_path: Path) -> None:
     result = run_line(f"draw --pp 4 --slices 8 --microbatches 2 -o {target}")
     assert (result.exit_code, result.stdout) == (0, f"wrote {target}\n")
     assert "<svg" in target.read_text()[:200]
+
+
+def test_draw_output_layer(tmp_path: Path) -> None:
+    target = tmp_path / "schedule.svg"
+    run_line(f"draw --pp 2 --slices 4 --microbatches 1 --vocab parallel --head-share 1 -o {target}")
+    assert "vocabulary passes" in target.read_text() and ">S3</text>" in target.read_text()
 
 
 def test_draw_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from slimpipe.config.sections import (
     TrainConfig,
 )
 from slimpipe.config.yaml_text import dump, parse, shown
-from slimpipe.schedule import PlanError, Shape, place_layers, supported
+from slimpipe.schedule import PlanError, Shape, exchange_refusal, place_layers, supported
 
 
 class Config(BaseModel):
@@ -92,6 +92,18 @@ class Config(BaseModel):
             yield pipeline.problem(
                 "slices", f"sequence length {length} is not divisible by {pipeline.slices}; use a divisor ({use})"
             )
+        if pipeline.exchange != "off" and pipeline.schedule != "slimpipe":
+            yield pipeline.problem(
+                "exchange",
+                f"its loans need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to off, or "
+                "pipeline.schedule to slimpipe",
+            )
+        granule, tokens = pipeline.exchange_granule, length // pipeline.slices
+        if granule is not None and tokens % granule:
+            use = divisors_near(tokens, granule)
+            yield pipeline.problem(
+                "exchange_granule", f"a slice of {tokens} tokens is not divisible by {granule}; use a divisor ({use})"
+            )
         if pipeline.vocab_parallel and pipeline.schedule != "slimpipe":
             yield pipeline.problem(
                 "vocab_parallel",
@@ -110,9 +122,14 @@ class Config(BaseModel):
             if reason is not None:
                 yield reason
         try:
-            place_layers(self.model.layers, self.parallel.pp * pipeline.virtual_stages, pipeline.layers_per_stage)
+            stages = self.parallel.pp * pipeline.virtual_stages
+            placement = place_layers(self.model.layers, stages, pipeline.layers_per_stage)
         except PlanError as error:
             yield str(error)
+        else:
+            refusal = exchange_refusal(placement) if pipeline.exchange != "off" else None
+            if refusal is not None:
+                yield refusal
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -152,8 +152,16 @@ class PipelineConfig(Section):
     layers_per_stage: Annotated[tuple[PositiveInt, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, description="Layers of each of the pp x v stages in turn. Default: as even as can be."
     )
-    exchange: Annotated[Literal["off"], Planned("attention context exchange", ("pairwise", "balanced"))] = Field(
-        default="off", description="Whether ranks share attention work."
+    exchange: Literal["off", "pairwise", "balanced"] = Field(
+        default="off",
+        description="How ranks share attention work: not; in pairs, as the SlimPipe paper has it; or over all ranks, "
+        "idle ones too. Needs schedule `slimpipe` and equally many layers a stage.",
+    )
+    exchange_granule: PositiveInt | None = Field(
+        default=None, description="Loans start and stop at multiples of so many tokens. Default: a quarter of a slice."
+    )
+    exchange_keep: Literal["none", "kv"] = Field(
+        default="none", description="`kv`: helpers hold lent keys and values until the backward where they can."
     )
     vocab_parallel: Annotated[bool | None, Allowed("true, false or null")] = Field(
         default=None,

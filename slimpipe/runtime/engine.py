@@ -14,7 +14,9 @@ from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.slice_context import SliceContext
+from slimpipe.runtime.sliced_attention import Exchanges
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.transport import Receive, Transport
 from slimpipe.runtime.vocabulary import VocabularyPasses
@@ -23,7 +25,16 @@ from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
 from slimpipe.schedule.transfers import kind_of, link_of
 
 FORWARD_ONLY = frozenset(
-    {Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT}
+    {
+        Op.FORWARD,
+        Op.HELP_FORWARD,
+        Op.SEND_FORWARD,
+        Op.RECV_FORWARD,
+        Op.EMBED,
+        Op.HIDDEN,
+        Op.STATISTICS,
+        Op.GRADIENT,
+    }
 )
 
 
@@ -58,7 +69,7 @@ class Engine:
     """Runs `plan`'s list for `rank`, a step at a time.
 
     `plan` is lowered and checked. `stages` are this rank's chunks; `vocabulary` carries out the vocabulary passes of
-    a plan that has them. `trace`, if given, is called with a line an action.
+    a plan that has them, `loans` its exchange. `trace`, if given, is called with a line an action.
     """
 
     def __init__(
@@ -73,13 +84,15 @@ class Engine:
         loss: Loss,
         ce_chunk: int,
         vocabulary: VocabularyPasses | None = None,
+        loans: Loans | None = None,
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.shape, self.actions = plan.shape, plan.ranks[rank]
         self.transport, self.clock, self.backend, self.trace = transport, clock, backend, trace
-        self.slice_tokens, self.loss, self.ce_chunk, self.vocabulary = slice_tokens, loss, ce_chunk, vocabulary
+        self.slice_tokens, self.loss, self.ce_chunk = slice_tokens, loss, ce_chunk
+        self.vocabulary, self.loans = vocabulary, loans
         self.slots = assign_kv_slots(plan.shape, plan.compute(rank))
         self.layer_slots: list[dict[int, LayerSlots]] = [
             {layer: LayerSlots(capacity, slice_tokens, accumulate=plan.shape.n > 1) for layer in stage.layers}
@@ -92,6 +105,8 @@ class Engine:
             Op.SEND_BACKWARD: self.send,
             Op.RECV_FORWARD: self.post_receive,
             Op.RECV_BACKWARD: self.post_receive,
+            Op.HELP_FORWARD: self.help,
+            Op.HELP_BACKWARD: self.help,
             **(vocabulary.methods if vocabulary is not None else {}),
         }
         self.progress = progress or Progress()
@@ -191,6 +206,19 @@ class Engine:
             assert x.grad is not None
             self.vocabulary.keep_embedding_gradient(unit, x.grad)
 
+    def help(self, action: Action) -> None:
+        """An idle rank's part of others' attention, layer by layer beside its owners."""
+        exchange = None if self.loans is None else self.loans.of(action)
+        assert exchange is not None
+        layers = range(len(self.stages[0].layers))
+        with self.clock.busy(str(action)):
+            for layer in layers if action.op is Op.HELP_FORWARD else reversed(layers):
+                exchange.send_keys(layer, None)
+                if action.op is Op.HELP_FORWARD:
+                    exchange.forward(None).finish()
+                else:
+                    exchange.backward(None).finish()
+
     def send(self, action: Action) -> None:
         """The output of the unit's forward, or the gradient of its input, to the neighbour."""
         made_by = Op(kind_of(action.op))
@@ -216,14 +244,20 @@ class Engine:
         found = self.slots.places[unit]
         return SlicePlace(found.slot, found.past, last=unit.slice == self.shape.n - 1)
 
-    def context(self, chunk: int, index: int, place: SlicePlace, device: torch.device) -> SliceContext:
+    def context(
+        self, chunk: int, index: int, place: SlicePlace, device: torch.device, exchanges: Exchanges | None = None
+    ) -> SliceContext:
         """What the blocks of `chunk` are given for slice `index` of a sequence."""
         start = index * self.slice_tokens
         positions = torch.arange(start, start + self.slice_tokens, device=device)
-        return SliceContext(positions, place, self.layer_slots[chunk], self.backend)
+        return SliceContext(positions, place, self.layer_slots[chunk], self.backend, exchanges)
 
     def _context(self, unit: Unit) -> SliceContext:
-        return self.context(unit.chunk, unit.slice, self.place(unit), self._batch.tokens.device)
+        exchanges = None
+        if self.loans is not None:
+            backward = self.loans.of(Action(Op.BACKWARD, unit)) if torch.is_grad_enabled() else None
+            exchanges = Exchanges(self.loans.of(Action(Op.FORWARD, unit)), backward)
+        return self.context(unit.chunk, unit.slice, self.place(unit), self._batch.tokens.device, exchanges)
 
     def _input(self, action: Action) -> Tensor:
         """What the unit's first block, or its embedding, is given."""
@@ -281,6 +315,8 @@ class Engine:
     def _check_empty(self) -> None:
         if self.vocabulary is not None and self.vocabulary.left_over():
             raise RuntimeError(f"rank {self.rank}: vocabulary passes left over: {self.vocabulary.left_over()}")
+        if self.loans is not None and self.loans.left_over():
+            raise RuntimeError(f"rank {self.rank}: keys of {self.loans.left_over()} loans left over")
         left: dict[str, Mapping[Any, Any]] = {
             "units": self._saved,
             "receives": self._receives,

@@ -10,7 +10,7 @@ own. Every rank in a loan of a slot posts the same batches in the same order, on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,18 +70,25 @@ class DistributedExchange:
 
 @dataclass(frozen=True)
 class Lent:
-    """A range of the rank's own past that `helper` computes."""
+    """A range of the rank's own past that `helper` computes. `keys`: whether K and V go there in this slot."""
 
     helper: int
     range: Range
+    keys: bool = True
 
 
 @dataclass(frozen=True)
 class Helped:
-    """A range of `owner`'s past that this rank computes: `tokens` of it."""
+    """`tokens` of `owner`'s past that this rank computes.
+
+    `keys`: whether K and V come in this slot; else they were kept under `kept` in the forward. In a forward, `kept` not
+    None means: keep them for the backward.
+    """
 
     owner: int
     tokens: int
+    keys: bool = True
+    kept: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,10 @@ class Buffers:
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+Kept = dict[tuple[Hashable, int], tuple[Tensor, Tensor]]
+"""Keys and values that helpers hold from a forward to its backward, by loan and layer."""
+
+
 class LayerExchange:
     """One rank's loans in one slot, layer by layer: of a unit's forward, of its backward, or of an idle slot."""
 
@@ -127,28 +138,46 @@ class LayerExchange:
         helped: Sequence[Helped],
         traffic: ExchangeTraffic,
         buffers: Buffers,
+        kept: Kept,
         backend: AttentionBackend,
         clock: Clock,
         shapes: Shapes,
         kind: str,
     ) -> None:
         self.lent, self.helped = tuple(lent), tuple(helped)
-        self._traffic, self._buffers, self._backend, self._clock = traffic, buffers, backend, clock
-        self._shapes, self._kind = shapes, kind
+        self._traffic, self._buffers, self._kept = traffic, buffers, kept
+        self._backend, self._clock, self._shapes, self._kind = backend, clock, shapes, kind
+        self._layer = 0
         self._keys: Batch | None = None
-        self._keys_received: list[Tensor] = []
+        self._keys_received: list[tuple[Tensor, Tensor]] = []
 
-    def send_keys(self, slots: LayerSlots | None) -> None:
-        """Batch A. `slots`: the layer's; None where this rank owns nothing in the slot."""
+    def send_keys(self, layer: int, slots: LayerSlots | None) -> None:
+        """Batch A. `layer` counts within the chunk; `slots` are the layer's, None where this rank owns nothing."""
+        self._layer = layer
         sends: list[tuple[Tensor, int]] = []
         for loan in self.lent:
-            assert slots is not None
-            sends += [(part.contiguous(), loan.helper) for part in slots.read(*loan.range)]
+            if loan.keys:
+                assert slots is not None
+                sends += [(part.contiguous(), loan.helper) for part in slots.read(*loan.range)]
         x = self._shapes
-        shapes = [(x.b, loan.tokens, x.kv_heads, x.d) for loan in self.helped for _ in range(2)]
-        self._keys_received = self._buffers.take(f"{self._kind} keys", shapes, x.dtype, x.device)
-        owners = [loan.owner for loan in self.helped for _ in range(2)]
-        self._keys = self._traffic.post(sends, list(zip(self._keys_received, owners, strict=True)))
+        shapes = [(x.b, loan.tokens, x.kv_heads, x.d) for loan in self.helped if loan.keys for _ in range(2)]
+        parts = iter(self._buffers.take(f"{self._kind} keys", shapes, x.dtype, x.device))
+        self._keys_received = []
+        receives: list[tuple[Tensor, int]] = []
+        for helped in self.helped:
+            if helped.keys:
+                pair = next(parts), next(parts)
+                receives += [(part, helped.owner) for part in pair]
+            else:
+                pair = self._kept.pop((helped.kept, layer))
+            self._keys_received.append(pair)
+        self._keys = self._traffic.post(sends, receives)
+
+    def keep_keys(self) -> None:
+        """After their arrival in a forward: those that the backward will want are copied out of the buffer."""
+        for helped, (k, v) in zip(self.helped, self._keys_received, strict=True):
+            if helped.kept is not None and helped.keys:
+                self._kept[helped.kept, self._layer] = k.clone(), v.clone()
 
     def forward(self, q: Tensor | None) -> _ForwardUnderWay:
         """Batch B: the query goes to the helpers, the owners' come here. `q` None where this rank owns nothing."""
@@ -164,7 +193,7 @@ class LayerExchange:
         x = self._shapes
         wide = (x.b, x.s, x.heads, x.d)
         tensors = self._buffers.take("owner's", [wide] * 3 * len(self.helped), x.dtype, x.device)
-        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), x_lse(x.dtype), x.device)
+        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), lse_dtype(x.dtype), x.device)
         receives: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, loan in enumerate(self.helped):
@@ -180,11 +209,8 @@ class LayerExchange:
                 if batch is not None:
                     batch.wait()
 
-    def _key_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._keys_received[::2], self._keys_received[1::2], strict=True))
 
-
-def x_lse(dtype: torch.dtype) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """LSE's dtype beside tensors of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -200,13 +226,14 @@ class _ForwardUnderWay:
         exchange = self._exchange
         x = exchange._shapes
         exchange._wait(exchange._keys, self._batch)
+        exchange.keep_keys()
         sends: list[tuple[Tensor, int]] = []
-        for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange._key_pairs(), strict=True):
+        for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange._keys_received, strict=True):
             out, lse = exchange._backend.forward(q, k, v, causal=False)
             sends += [(out.contiguous(), loan.owner), (lse.contiguous(), loan.owner)]
         count = len(exchange.lent)
         outs = exchange._buffers.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype, x.device)
-        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, x_lse(x.dtype), x.device)
+        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, lse_dtype(x.dtype), x.device)
         receives: list[tuple[Tensor, int]] = []
         for lent, out, lse in zip(exchange.lent, outs, lses, strict=True):
             receives += [(out, lent.helper), (lse, lent.helper)]
@@ -229,7 +256,7 @@ class _BackwardUnderWay:
         exchange._wait(exchange._keys, self._batch)
         sends: list[tuple[Tensor, int]] = []
         for loan, (q, out, lse, dout), (k, v) in zip(
-            exchange.helped, self._received, exchange._key_pairs(), strict=True
+            exchange.helped, self._received, exchange._keys_received, strict=True
         ):
             gradients = exchange._backend.backward(dout, q, k, v, out, lse, causal=False)
             sends += [(gradient.contiguous(), loan.owner) for gradient in gradients]

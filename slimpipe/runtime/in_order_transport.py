@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,23 @@ class _Collective:
 
 
 @dataclass(eq=False)
+class _Batch:
+    """One rank's group of transfers on the exchange's communicator: done when all its transfers are."""
+
+    rank: int
+    sends: list[tuple[Tensor, int]]
+    receives: list[tuple[Tensor, int]]
+
+    @property
+    def done(self) -> bool:
+        return not self.sends and not self.receives
+
+    def __str__(self) -> str:
+        peers = sorted({peer for _, peer in (*self.sends, *self.receives)})
+        return f"rank {self.rank} waits for a batch of the exchange with ranks {peers}"
+
+
+@dataclass(eq=False)
 class _Posted:
     link: Link
     rank: int
@@ -65,7 +82,8 @@ class InOrderWorld:
         self._changed = threading.Condition()
         self._queues: dict[tuple[int, Hashable], deque[_Posted]] = {}
         self._collectives: dict[tuple[int, Communicator], deque[_Collective]] = {}
-        self._waiting: dict[int, _Posted | _Collective] = {}
+        self._batches: list[deque[_Batch]] = [deque() for _ in range(ranks)]
+        self._waiting: dict[int, _Posted | _Collective | _Batch] = {}
         self._finished: set[int] = set()
         self._stuck: str | None = None
 
@@ -74,6 +92,9 @@ class InOrderWorld:
 
     def collectives(self, rank: int) -> InOrderCollectives:
         return InOrderCollectives(self, rank)
+
+    def exchange(self, rank: int) -> InOrderExchange:
+        return InOrderExchange(self, rank)
 
     def leave(self, rank: int) -> None:
         """The rank's thread is over, well or badly: nobody need expect more of it."""
@@ -94,7 +115,32 @@ class InOrderWorld:
                 _carry_out([queue.popleft() for queue in queues if queue])
             self._changed.notify_all()
 
-    def wait(self, operation: _Posted | _Collective) -> None:
+    @torch.no_grad()
+    def post_batch(self, batch: _Batch) -> None:
+        with self._changed:
+            self._batches[batch.rank].append(batch)
+            while any([self._advance_batch(queue) for queue in self._batches]):
+                pass
+            self._changed.notify_all()
+
+    def _advance_batch(self, queue: deque[_Batch]) -> bool:
+        """Carries out what it can of the batch at the head of a rank's queue; true if anything moved."""
+        if not queue:
+            return False
+        batch, moved = queue[0], False
+        for tensor, peer in list(batch.sends):
+            other = self._batches[peer][0] if self._batches[peer] else None
+            index = -1 if other is None else _first(other.receives, batch.rank)
+            if other is not None and index >= 0 and _first(batch.sends, peer) == _position(batch.sends, tensor):
+                other.receives.pop(index)[0].copy_(tensor)
+                del batch.sends[_position(batch.sends, tensor)]
+                moved = True
+        if batch.done:
+            queue.popleft()
+            moved = True
+        return moved
+
+    def wait(self, operation: _Posted | _Collective | _Batch) -> None:
         with self._changed:
             self._waiting[operation.rank] = operation
             self._look_for_deadlock()
@@ -131,6 +177,15 @@ class InOrderWorld:
         if self._stuck is None and blocked and len(blocked | self._finished) == self.ranks:
             self._stuck = "; ".join(str(self._waiting[rank]) for rank in sorted(blocked))
             self._changed.notify_all()
+
+
+def _first(transfers: list[tuple[Tensor, int]], peer: int) -> int:
+    """Index of the first transfer with `peer`, -1 if there is none: those of a pair match in their order."""
+    return next((index for index, (_, other) in enumerate(transfers) if other == peer), -1)
+
+
+def _position(transfers: list[tuple[Tensor, int]], tensor: Tensor) -> int:
+    return next(index for index, (other, _) in enumerate(transfers) if other is tensor)
 
 
 def _carry_out(parts: list[_Collective]) -> None:
@@ -177,6 +232,26 @@ class InOrderCollectives:
         operation = _Collective(kind, communicator, self._rank, tensor.contiguous(), root)
         self._world.post_collective(operation)
         return _PendingCollective(self._world, operation)
+
+
+class _PendingBatch:
+    def __init__(self, world: InOrderWorld, batch: _Batch) -> None:
+        self._world, self._batch = world, batch
+
+    def wait(self) -> None:
+        self._world.wait(self._batch)
+
+
+class InOrderExchange:
+    """One rank's end of the exchange of an `InOrderWorld`: a rank's batches run one after the other."""
+
+    def __init__(self, world: InOrderWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> _PendingBatch:
+        batch = _Batch(self._rank, list(sends), list(receives))
+        self._world.post_batch(batch)
+        return _PendingBatch(self._world, batch)
 
 
 class _PostedReceive:

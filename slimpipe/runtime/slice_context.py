@@ -30,6 +30,7 @@ class SliceContext:
         self._place, self._slots, self._backend = place, slots, backend
         self._exchanges = exchanges or Exchanges()
         self.query_shape: torch.Size | None = None
+        self._first = min(slots)
         self._memo: dict[str, Any] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,13 +45,13 @@ class SliceContext:
     def enter_layer(self, layer: int) -> None:
         """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""
         if self._exchanges.forward is not None:
-            self._exchanges.forward.send_keys(self._slots[layer])
+            self._exchanges.forward.send_keys(layer - self._first, self._slots[layer])
 
     def leave_layer(self, layer: int, x: Tensor) -> None:
         """Behind a block, with its output: in the backward its gradient is the first to come, and keys leave then."""
         exchange = self._exchanges.backward
         if exchange is not None and x.requires_grad:
-            x.register_hook(lambda gradient: exchange.send_keys(self._slots[layer]))
+            x.register_hook(lambda gradient: exchange.send_keys(layer - self._first, self._slots[layer]))
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._memo:

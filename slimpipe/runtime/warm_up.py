@@ -28,6 +28,7 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
     # The first GEMM of a backward thread says so once; it is set up here on purpose.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     largest = 0
+    query_shape: torch.Size | None = None
     for chunk, stage in enumerate(engine.stages):
         engine.progress.now(f"warming up chunk {chunk}")
         graphs = []
@@ -38,6 +39,7 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
             x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
             before = _allocated(device)
             out = stage.blocks[0](x, context)
+            query_shape = context.query_shape
             graphs.append((get_gradient_edge(out), torch.randn_like(out)))
             # The output takes the place of the next block's input, so it counts once a layer.
             largest = max(largest, (_allocated(device) - before) * len(stage.blocks)) if index else largest
@@ -48,6 +50,11 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
         first = engine.layer_slots[chunk][stage.layers[0]]
         for slots in engine.layer_slots[chunk].values():
             slots.allocate_like(first)
+    if engine.loans is not None:
+        engine.progress.now("warming up the exchange")
+        some = next(iter(engine.layer_slots[0].values()))
+        assert some.k is not None and query_shape is not None
+        engine.loans.warm_up(query_shape, some.k)
     if engine.vocabulary is not None:
         engine.progress.now("warming up the vocabulary passes")
         engine.vocabulary.warm_up(micro_batch, engine.slice_tokens)

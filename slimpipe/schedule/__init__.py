@@ -1,75 +1,113 @@
 """The schedule as pure data: built, checked, lowered, simulated and drawn with no GPU and no torch (DESIGN section 2).
 
-`build` gives every rank's list of actions, `add_vocabulary` and `lower` add passes and transfers, `check` proves it
-sound; `simulate`, `grid` and `draw_svg` show it. The runtime follows the lists and decides nothing.
+`build` gives every rank's list of actions; `balance` and `add_exchange`, `add_vocabulary` and `lower` add loans, passes
+and transfers, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it. The runtime follows
+the lists and decides nothing.
 """
 
 from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.balance import balance, default_granule
 from slimpipe.schedule.check import Peaks, check
 from slimpipe.schedule.collectives import Collective
 from slimpipe.schedule.costs import Costs, LinkCost, VocabularyCosts, equal_costs, output_layer_costs, sliced_costs
 from slimpipe.schedule.csv_io import from_csv, to_csv
 from slimpipe.schedule.draw import draw_svg
+from slimpipe.schedule.exchange import add_exchange, exchange_refusal
+from slimpipe.schedule.exchange_report import forward_bytes, max_imbalance, pairwise_bound
+from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
+from slimpipe.schedule.gatherings import Gatherings
 from slimpipe.schedule.grid import grid
 from slimpipe.schedule.in_flight import peak_held, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
+from slimpipe.schedule.loan_cost import LoanBytes, Network, Rate, worth_it
+from slimpipe.schedule.loans import MODES, Exchange, Loan, Mode
 from slimpipe.schedule.lower import lower
 from slimpipe.schedule.orders import BUILT, NOT_BUILT, build, supported
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.simulate import simulate
+from slimpipe.schedule.slot_times import LayerByLayer, Together
+from slimpipe.schedule.slots import Slot, Slots, slots_of
 from slimpipe.schedule.stages import place_layers
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, Tensor, links
 from slimpipe.schedule.vocabulary import add_vocabulary
 from slimpipe.schedule.wire import Transfer
+from slimpipe.schedule.work import Load, Work, sliced_work
 
 __all__ = [
     "BUILT",
+    "MODES",
     "NOT_BUILT",
     "Action",
     "Collective",
     "Costs",
+    "Exchange",
     "Flow",
+    "Gatherings",
+    "LayerByLayer",
     "Link",
     "LinkCost",
+    "Load",
+    "Loan",
+    "LoanBytes",
+    "Mode",
+    "Network",
     "Op",
     "Peaks",
+    "Piece",
     "Plan",
     "PlanError",
+    "Posting",
     "RankSlots",
+    "Rate",
     "Report",
     "Rule",
     "Shape",
+    "Slot",
     "SlotPlace",
+    "Slots",
     "Span",
     "Tensor",
     "Timeline",
+    "Together",
     "Transfer",
     "Unit",
     "VocabularyCosts",
+    "Work",
+    "add_exchange",
     "add_vocabulary",
     "assign_kv_slots",
+    "balance",
     "bubble_fraction",
     "build",
     "check",
+    "default_granule",
     "draw_svg",
     "equal_costs",
+    "exchange_refusal",
+    "forward_bytes",
     "from_csv",
     "grid",
     "least_send_window",
     "links",
     "lower",
+    "max_imbalance",
     "output_layer_costs",
+    "pairwise_bound",
     "peak_activation",
     "peak_held",
     "peak_units",
     "place_layers",
+    "postings",
     "replay_in_order",
     "simulate",
     "sliced_costs",
+    "sliced_work",
+    "slots_of",
     "supported",
     "to_csv",
+    "worth_it",
 ]

@@ -1,7 +1,7 @@
 """The balance pass: decides ahead of time which rank computes whose attention (SlimPipe 4.2; DESIGN section 4).
 
-In one slot ranks hold slices with different prefixes, so their attention takes different times. For every slot, from the
-pasts of the units in it, `balance` makes loans:
+In one slot ranks hold slices with different prefixes, so their attention takes different times. For every slot, from
+the pasts of the units in it, `balance` makes loans:
 
 - `off`       none.
 - `pairwise`  the paper's: smallest past with largest, half the difference in whole slices, where all ranks work.
@@ -9,29 +9,26 @@ pasts of the units in it, `balance` makes loans:
               as helpers. Forward and backward slots are planned by themselves, as they see other idle ranks.
 
 What limits the longest rank is its time, not its attention alone: an idle rank has no dense work in the slot, so it has
-room for more attention than a busy one (`fill = "time"`). That counts on ranks that wait for a helper in one layer
-catching up in the next, which one owner with one helper cannot; `fill = "attention"` gives an idle rank no more
-attention than the busy ones have (docs/exchange.md).
+room for more attention than a busy one (`fill = "time"`). Layer by layer, though, the owner waits for its helper before
+it goes on with its dense work, and the helper has nothing to do meanwhile: `fill = "attention"` gives an idle rank no
+more attention than the busy ones have, and where transfers are counted that is the faster (docs/exchange.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
 
-from slimpipe.schedule.action import Unit
+from slimpipe.schedule.cheapest import Cheapest, worth
 from slimpipe.schedule.kv_slots import RankSlots, assign_kv_slots
 from slimpipe.schedule.lending import cut
 from slimpipe.schedule.loans import Exchange, Loan, Mode
-from slimpipe.schedule.moves import Move, Pasts, balanced_moves, pairwise_moves
+from slimpipe.schedule.moves import Fill, Move, Passes, balanced_moves, idle_more, pairwise_moves
 from slimpipe.schedule.plan import Plan, PlanError
-from slimpipe.schedule.slots import Kind, Slot, Slots, slots_of
+from slimpipe.schedule.slot_times import SlotTimes
+from slimpipe.schedule.slots import KINDS, Kind, Pasts, Slot, Slots, slots_of
 from slimpipe.schedule.work import Work
-
-Fill = Literal["time", "attention"]
-
-Passes = Callable[[Kind, int, int, int], bool]
-"""(kind, owner, helper, tokens) -> whether a loan of so many tokens is worth its transfers."""
 
 ATTENTION_BLOCK: Final = 128
 """Tokens that an attention kernel takes at once: ranges that are no multiple of it waste part of a block."""
@@ -47,11 +44,13 @@ def balance(
     *,
     fill: Fill = "time",
     ranks_per_node: int | None = None,
+    times: SlotTimes | None = None,
 ) -> Exchange:
     """The loans of a slimpipe plan. `granule`: tokens, a divisor of `slice_tokens`; whole slices in mode `pairwise`.
 
     `passes` None: every loan is worth its transfers. Helpers on the owner's node are preferred; by default all ranks
-    are on one. Raises PlanError naming the setting to change.
+    are on one. `times`, in mode `balanced`: what slots take with their transfers; then each slot gets the loans that
+    make it shortest (`schedule.cheapest`). Raises PlanError naming the setting to change.
     """
     if mode == "pairwise":
         granule = slice_tokens
@@ -61,11 +60,10 @@ def balance(
             f"(data.sequence_length / pipeline.slices); use {default_granule(slice_tokens)}"
         )
     slots = slots_of(plan)
-    loans: list[Loan] = []
-    if mode != "off":
-        moves = plan_moves(slots, mode, work, granule, passes, fill, ranks_per_node)
-        loans = list(_place(plan, slots, moves, granule, slice_tokens))
-    return Exchange(mode, slots, slice_tokens, granule, tuple(loans))
+    if mode == "off":
+        return Exchange(mode, slots, slice_tokens, granule)
+    moves = plan_moves(slots, mode, work, granule, passes, fill, ranks_per_node, times)
+    return Exchange(mode, slots, slice_tokens, granule, partial(_place, plan, slots, moves, granule, slice_tokens))
 
 
 def default_granule(slice_tokens: int) -> int:
@@ -86,40 +84,34 @@ def plan_moves(
     passes: Passes | None = None,
     fill: Fill = "time",
     ranks_per_node: int | None = None,
+    times: SlotTimes | None = None,
 ) -> dict[Slot, list[Move]]:
     """Who lends how many granules to whom, by slot, in the order of time; slots without loans are left out."""
-    known: dict[tuple[Kind, Pasts], list[Move]] = {}
-    moves: dict[Slot, list[Move]] = {}
     near = ranks_per_node or slots.shape.p
-    for kind in ("F", "B"):
-        load = work.of(kind)
-        idle_more = (load.own if fill == "attention" else load.stays) / (load.token * granule)
-        for slot, pasts in pasts_of(slots, kind, work.slice_tokens // granule):
+    cheapest = Cheapest(work, granule, times, passes, fill, near) if times is not None and mode == "balanced" else None
+
+    def plan(kind: Kind, pasts: Pasts) -> list[Move]:
+        if cheapest is not None:
+            return cheapest.moves(kind, pasts)
+        if mode == "pairwise":
+            moves = pairwise_moves(pasts)
+        else:
+            moves = balanced_moves(pasts, idle_more(work, kind, fill, granule), near)
+        return worth(moves, kind, granule, passes)
+
+    known: dict[tuple[Kind, Pasts], list[Move]] = {}
+    planned: dict[Slot, list[Move]] = {}
+    for kind in KINDS:
+        for slot, pasts in slots.pasts(kind, work.slice_tokens // granule):
             found = known.get((kind, pasts))
             if found is None:
-                found = pairwise_moves(pasts) if mode == "pairwise" else balanced_moves(pasts, idle_more, near)
-                if passes is not None:
-                    found = [m for m in found if passes(kind, m.owner, m.helper, m.amount * granule)]
-                known[kind, pasts] = found
+                found = known[kind, pasts] = plan(kind, pasts)
             if found:
-                moves[slot] = found
-    return dict(sorted(moves.items(), key=lambda item: item[0].order))
+                planned[slot] = found
+    return dict(sorted(planned.items(), key=lambda item: item[0].order))
 
 
-def pasts_of(slots: Slots, kind: Kind, per_slice: int = 1) -> Iterator[tuple[Slot, Pasts]]:
-    """Every slot of a kind with the pasts of the units in it, by rank, at so many granules a slice."""
-    beyond = (None,) * (slots.shape.p - 1)
-    pasts: Pasts = (*beyond, *(unit.slice * per_slice for unit in slots.units(kind)), *beyond)
-    # In forward slots a rank is one unit behind the rank before it, in backward slots one behind the rank after it.
-    step = -1 if kind == "F" else 1
-    for slot in slots.of_kind(kind):
-        at = slot.tick - slots.first(kind)
-        yield slot, pasts[at : at + slots.shape.p][::step]
-
-
-def _place(
-    plan: Plan, slots: Slots, moves: dict[Slot, list[Move]], granule: int, slice_tokens: int
-) -> Iterator[Loan]:
+def _place(plan: Plan, slots: Slots, moves: dict[Slot, list[Move]], granule: int, slice_tokens: int) -> Iterator[Loan]:
     """Loans of the moves: each gets a range of its owner's past."""
     ranks: list[RankSlots] = [assign_kv_slots(plan.shape, actions) for actions in plan.ranks]
     for slot, found in moves.items():

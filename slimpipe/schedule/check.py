@@ -5,9 +5,10 @@ Each question has a file of its own under `proofs`, and each may rely on those b
 1. `proofs.units`      each unit forward once, then backward once
 2. `proofs.order`      slices of a microbatch forward ascending and backward descending, or gradients are wrong
 3. `proofs.vocabulary` vocabulary passes once on every rank, their collectives in one order (plans that have them)
-4. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
-5. `proofs.progress`   no deadlock where receives and collectives block
-6. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
+4. `proofs.exchange`   every token of every past attended to once, by its owner or one helper (plans that exchange)
+5. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
+6. `proofs.progress`   no deadlock where receives, collectives and helpers block
+7. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 
 from slimpipe.schedule.action import Op
 from slimpipe.schedule.in_flight import peak_held, peak_units
+from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.proofs.exchange import prove_exchange
 from slimpipe.schedule.proofs.order import prove_slice_order
 from slimpipe.schedule.proofs.progress import prove_progress
 from slimpipe.schedule.proofs.slots import prove_kv_slots
@@ -37,11 +40,11 @@ class Peaks:
     logits: tuple[int, ...]
 
 
-def check(plan: Plan) -> Peaks:
+def check(plan: Plan, exchange: Exchange | None = None) -> Peaks:
     """Prove the plan sound, with or without transfer actions, and return what it holds at most.
 
-    Raises PlanError with the first offending action, its rank and index, what was expected, and its place in the
-    grid.
+    `exchange`: of a plan that has passed `add_exchange`. Raises PlanError with the first offending action, its rank and
+    index, what was expected, and its place in the grid.
     """
     if len(plan.ranks) != plan.shape.p:
         raise PlanError(f"{plan.name}: lists for {len(plan.ranks)} ranks, but p = {plan.shape.p}")
@@ -49,9 +52,11 @@ def check(plan: Plan) -> Peaks:
     prove_slice_order(plan)
     if plan.has_vocabulary:
         prove_vocabulary(plan)
+    if exchange is not None:
+        prove_exchange(plan, exchange)
     if plan.is_lowered:
         prove_transfers(plan)
-    prove_progress(plan)
+    prove_progress(plan, exchange)
     kv_slots = prove_kv_slots(plan)
     return Peaks(
         units=tuple(peak_units(actions) for actions in plan.ranks),

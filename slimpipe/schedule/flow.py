@@ -70,6 +70,10 @@ class Flow:
         self._happened[event] = time
         self._ready.extend(self._waiting.pop(event, ()))
 
+    def when(self, event: Event) -> float | None:
+        """When the event happens; None while that is not known."""
+        return self._happened.get(event)
+
     def run(self) -> list[Stuck]:
         """Walk until no rank can go on. Returns the ranks that did not finish; none in a sound plan."""
         while self._ready:

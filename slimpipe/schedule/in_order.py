@@ -10,6 +10,9 @@ A collective completes when every rank has posted it, each behind the same earli
 for it blocks (`schedule.collectives`). A rank that only contributes to a reduce waits with the next of that kind until
 fewer than `reduce_window` are under way.
 
+The exchange has a communicator of its own (`schedule.exchange_replay`); a forward, backward or helper that takes part
+in loans blocks until its batches have run.
+
 Time plays no part: each queue's order is fixed by the plan, so whether the plan ends does not depend on speed. This
 is how one communicator for all forwards is seen to deadlock with v >= 2, which gloo never shows.
 """
@@ -24,6 +27,8 @@ from typing import NamedTuple
 from slimpipe.schedule.action import Action, Op
 from slimpipe.schedule.collectives import Collective, Communicator, awaited_by, contributes, posted_by, poster
 from slimpipe.schedule.excerpt import refusal
+from slimpipe.schedule.exchange_replay import ExchangeReplay
+from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan, PlanError
 from slimpipe.schedule.rendezvous import Mismatch, Rendezvous
 from slimpipe.schedule.transfers import Kind, Link, Tensor, carried, link_of, receive_before
@@ -40,32 +45,50 @@ def one_per_link(kind: Kind, src: int, dst: int) -> Hashable:
 class Report:
     """What a replay saw: transfers by link, collectives by communicator, each rank's most receives and sends at once.
 
-    The counts of sends and receives are those of the one interleaving of ranks that was replayed; others may differ.
+    `exchanged`: transfers of loans. The counts of sends and receives are those of the one interleaving of ranks that
+    was replayed; others may differ.
     """
 
     transfers: dict[Link, int]
     collectives: dict[Communicator, int]
     most_receives: tuple[int, ...]
     most_sends: tuple[int, ...]
+    exchanged: int = 0
 
 
 def replay_in_order(
-    plan: Plan, *, send_window: int = 2, reduce_window: int = 2, communicator: LinkCommunicator = one_per_link
+    plan: Plan,
+    *,
+    send_window: int = 2,
+    reduce_window: int = 2,
+    communicator: LinkCommunicator = one_per_link,
+    exchange: Exchange | None = None,
+    layers: int = 2,
 ) -> Report:
-    """Replay a lowered plan. Raises PlanError where wrong data would match, or on deadlock, with every rank's place."""
+    """Replay a lowered plan. `exchange`: its loans, if it has any; `layers`: of a chunk, each with its own transfers.
+
+    Raises PlanError where wrong data would match, or on deadlock, with every rank's place.
+    """
     for name, window in (("send_window", send_window), ("reduce_window", reduce_window)):
         if window < 1:
             raise PlanError(f"{name} = {window}: must be at least 1")
     if not plan.is_lowered and plan.shape.p > 1:
         raise PlanError(f"{plan.name}: has no sends and receives; lower it first")
-    replay = _Replay(plan, send_window, reduce_window, communicator)
+    loans = ExchangeReplay(exchange, layers) if exchange is not None else None
+    replay = _Replay(plan, send_window, reduce_window, communicator, loans)
     replay.run()
     return Report(
-        dict(replay.transfers), dict(replay.collectives), tuple(replay.most_receives), tuple(replay.most_sends)
+        dict(replay.transfers),
+        dict(replay.collectives),
+        tuple(replay.most_receives),
+        tuple(replay.most_sends),
+        loans.moved if loans is not None else 0,
     )
 
 
-def least_send_window(plan: Plan, communicator: LinkCommunicator = one_per_link) -> int:
+def least_send_window(
+    plan: Plan, communicator: LinkCommunicator = one_per_link, exchange: Exchange | None = None
+) -> int:
     """The smallest `send_window` under which a lowered plan runs to its end.
 
     1 in the schedules built so far, with one exception. Where p does not divide n, slimpipe's groups are longer than
@@ -75,13 +98,13 @@ def least_send_window(plan: Plan, communicator: LinkCommunicator = one_per_link)
     Raises PlanError where the plan does not run under any window.
     """
     high = max(map(len, plan.ranks))
-    replay_in_order(plan, send_window=high, communicator=communicator)
+    replay_in_order(plan, send_window=high, communicator=communicator, exchange=exchange)
     low = 0
     while high - low > 1:
         # Small windows are the common answer: look among them before halving.
         middle = min((low + high) // 2, 2 * low + 1)
         try:
-            replay_in_order(plan, send_window=middle, communicator=communicator)
+            replay_in_order(plan, send_window=middle, communicator=communicator, exchange=exchange)
             high = middle
         except PlanError:
             low = middle
@@ -97,8 +120,16 @@ class _Posted(NamedTuple):
 
 
 class _Replay:
-    def __init__(self, plan: Plan, send_window: int, reduce_window: int, communicator: LinkCommunicator) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        send_window: int,
+        reduce_window: int,
+        communicator: LinkCommunicator,
+        loans: ExchangeReplay | None,
+    ) -> None:
         p = plan.shape.p
+        self._loans = loans
         self._plan = plan
         self._window = send_window
         self._reduce_window = reduce_window
@@ -130,6 +161,10 @@ class _Replay:
         actions = self._plan.ranks[rank]
         while self._next[rank] < len(actions) and self._blocked_by(rank) is None:
             index = self._next[rank]
+            if self._loans is not None:
+                touched |= self._loans.enter(rank, actions[index])
+                if self._loans.waits_for(rank) is not None:
+                    break
             self._next[rank] += 1
             if actions[index].op.is_transfer:
                 touched |= self._post(rank, index)
@@ -229,7 +264,7 @@ class _Replay:
         if blocked:
             places = "; ".join(
                 f"rank {rank} at action {self._next[rank]} ({plan.ranks[rank][self._next[rank]]}): "
-                f"{self._blocked_by(rank)}"
+                f"{self._blocked_by(rank) or (self._loans and self._loans.waits_for(rank))}"
                 for rank in blocked
             )
             hint = ""

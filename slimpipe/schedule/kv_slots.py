@@ -20,7 +20,6 @@ from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.in_flight import peak_units
 from slimpipe.schedule.plan import Shape
 
-
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of slots, ascending, none touching another."""
 

@@ -26,8 +26,8 @@ def cut(past: Sequence[Range], own: int, amounts: Sequence[int]) -> list[list[Ra
     cuts: list[list[Range]] = [[] for _ in amounts]
     for index in sorted(range(len(amounts)), key=lambda index: (-amounts[index], index)):
         needed = amounts[index]
-        at = next((at for at, (start, stop) in enumerate(left) if stop - start >= needed), None)
-        for at in range(len(left)) if at is None else (at,):
+        fits = [at for at, (start, stop) in enumerate(left) if stop - start >= needed]
+        for at in fits[:1] or range(len(left)):
             start, stop = left[at]
             taken = min(needed, stop - start)
             if taken:

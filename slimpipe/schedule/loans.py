@@ -7,7 +7,7 @@ lend in this forward or backward, and with what do I help in this slot.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
@@ -51,16 +51,22 @@ class Loan(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """All loans of a plan, in the order in which ranks post their transfers: by slot, and in a slot as they stand.
+    """All loans of a plan. `granule`: loans start and stop at multiples of it, in tokens.
 
-    `granule`: loans start and stop at multiples of it, in tokens.
+    `place` makes the loans when they are first asked for: for hundreds of thousands, finding them a place in the KV
+    buffers takes longer than deciding on them.
     """
 
     mode: Mode
     slots: Slots
     slice_tokens: int
     granule: int
-    loans: tuple[Loan, ...]
+    place: Callable[[], Iterable[Loan]] = tuple
+
+    @cached_property
+    def loans(self) -> tuple[Loan, ...]:
+        """In the order in which ranks post their transfers: by slot, and in a slot as they stand."""
+        return tuple(self.place())
 
     @cached_property
     def by_slot(self) -> dict[Slot, tuple[Loan, ...]]:
@@ -82,6 +88,10 @@ class Exchange:
         """What others lend to the rank in the slot, whether it has a unit of its own there or not."""
         return self._helped.get((rank, slot), ())
 
+    def help_slots(self, rank: int) -> tuple[Slot, ...]:
+        """The slots in which the rank helps, in the order of time."""
+        return self._help_slots.get(rank, ())
+
     def lent_in(self, rank: int, action: Action) -> tuple[Loan, ...]:
         """What the rank lends in an action of its list: something in F and B at most."""
         if action.op is Op.FORWARD:
@@ -92,12 +102,9 @@ class Exchange:
         """With what the rank helps in an action of its list: something in F, B, XF and XB at most."""
         return self.help_of(rank, self.slots.slot_of(rank, action)) if _meets(action) else ()
 
-    def partners(self, rank: int, action: Action) -> frozenset[int]:
-        """All ranks that loans bind together with this one in the action's slot, directly or through others."""
-        if not self.loans or not _meets(action):
-            return frozenset((rank,))
-        groups = self._groups.get(self.slots.slot_of(rank, action), {})
-        return groups.get(rank, frozenset((rank,)))
+    def group_of(self, rank: int, slot: Slot) -> frozenset[int]:
+        """The rank, and all ranks that loans of the slot bind to it, directly or through others."""
+        return self._groups.get(slot, {}).get(rank) or frozenset((rank,))
 
     @cached_property
     def _lent(self) -> dict[tuple[int, Kind, Unit], tuple[Loan, ...]]:
@@ -112,6 +119,13 @@ class Exchange:
         for loan in self.loans:
             found[loan.helper, loan.slot].append(loan)
         return {key: tuple(loans) for key, loans in found.items()}
+
+    @cached_property
+    def _help_slots(self) -> dict[int, tuple[Slot, ...]]:
+        found: defaultdict[int, dict[Slot, None]] = defaultdict(dict)
+        for loan in self.loans:
+            found[loan.helper][loan.slot] = None
+        return {rank: tuple(sorted(slots, key=lambda slot: slot.order)) for rank, slots in found.items()}
 
     @cached_property
     def _groups(self) -> dict[Slot, dict[int, frozenset[int]]]:

@@ -7,13 +7,18 @@ pasts get equal moves, so a plan has few of them to make.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from slimpipe.schedule.matching import match
+from slimpipe.schedule.slots import Kind, Pasts
+from slimpipe.schedule.work import Work
 
-Pasts = tuple[int | None, ...]
-"""By rank, how many slices or granules of past its unit has; None where the rank is idle."""
+Fill = Literal["time", "attention"]
+"""What idle ranks take: as long as busy ranks need for all of their work, or for attention alone."""
+
+Passes = Callable[[Kind, int, int, int], bool]
+"""(kind, owner, helper, tokens) -> whether a loan of so many tokens is worth its transfers."""
 
 _ROUNDING = 1e-9
 """Costs are floats: 2 granules of dense time must not come out as 1.9999 and be cut to 1."""
@@ -41,21 +46,26 @@ def pairwise_moves(pasts: Pasts) -> list[Move]:
     return [move for move in moves if move.amount > 0]
 
 
-def balanced_moves(pasts: Pasts, idle_more: float, ranks_per_node: int) -> list[Move]:
+def balanced_moves(pasts: Pasts, idle_more: float, ranks_per_node: int, spare: int = 0) -> list[Move]:
     """The least longest rank that whole granules can reach; at most p - 1 moves.
 
     `idle_more`: how many granules more an idle rank has time for than a busy one: what a busy one cannot give away.
+    `spare`: granules that a helper takes less than an owner keeps, as transfers take their time.
     """
-    most_busy, most_idle = levels(pasts, idle_more)
-    surplus, room = {}, {}
-    for rank, past in enumerate(pasts):
-        if past is None:
-            room[rank] = most_idle
-        elif past > most_busy:
-            surplus[rank] = past - most_busy
-        elif past < most_busy:
-            room[rank] = most_busy - past
-    return [Move(*matched) for matched in match(surplus, room, ranks_per_node)]
+    busy, idle = levels(pasts, idle_more)
+    while True:
+        surplus = {rank: past - busy for rank, past in enumerate(pasts) if past is not None and past > busy}
+        room = {rank: (idle if past is None else busy - past) - spare for rank, past in enumerate(pasts)}
+        room = {rank: granules for rank, granules in room.items() if granules > 0}
+        if sum(surplus.values()) <= sum(room.values()):
+            return [Move(*matched) for matched in match(surplus, room, ranks_per_node)]
+        busy, idle = busy + 1, idle + 1
+
+
+def idle_more(work: Work, kind: Kind, fill: Fill, granule: int) -> float:
+    """How many granules of `granule` tokens more an idle rank takes than a busy one."""
+    load = work.of(kind)
+    return (load.own if fill == "attention" else load.stays) / (load.token * granule)
 
 
 def levels(pasts: Sequence[int | None], idle_more: float) -> tuple[int, int]:

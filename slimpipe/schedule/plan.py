@@ -65,6 +65,11 @@ class Plan:
         """Whether the vocabulary passes are actions of the plan; else the last stage's forwards make the loss."""
         return any(a.op.is_vocabulary for actions in self.ranks for a in actions)
 
+    @property
+    def has_help(self) -> bool:
+        """Whether idle ranks' help with attention is actions of the plan."""
+        return any(a.op.is_help for actions in self.ranks for a in actions)
+
     def compute(self, rank: int) -> tuple[Action, ...]:
         """Rank's forwards and backwards alone, without transfers and vocabulary passes."""
         return tuple(a for a in self.ranks[rank] if a.op.is_compute)

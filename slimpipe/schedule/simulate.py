@@ -14,35 +14,48 @@ from slimpipe.schedule.action import Action, Op
 from slimpipe.schedule.collectives import awaited_by
 from slimpipe.schedule.costs import Costs, LinkCost
 from slimpipe.schedule.flow import Event, Flow, Rule
+from slimpipe.schedule.gatherings import Gatherings, HelpRule
 from slimpipe.schedule.meetings import Meetings, PassRule
-from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, ends, input_of, output_of
 from slimpipe.schedule.wire import ReceiveRule, SendRule, Wires
 
 
 def simulate(
-    plan: Plan, costs: Costs, link: LinkCost | None = None, rules: Mapping[Op, Rule] | None = None
+    plan: Plan,
+    costs: Costs,
+    link: LinkCost | None = None,
+    rules: Mapping[Op, Rule] | None = None,
+    gatherings: Gatherings | None = None,
 ) -> Timeline:
     """Run the plan on paper. `link` None: transfers and collectives are free. `rules` adds to what operations do, or
-    replaces it.
+    replaces it. `gatherings`: the plan's exchange, and what its slots take where `costs` do not say it.
 
     Raises PlanError naming each rank's blocked action where the plan deadlocks.
     """
     wires = Wires(link)
-    flow = Flow(plan, {**base_rules(plan, costs, wires, Meetings(plan.shape.p, link)), **(rules or {})})
+    base = base_rules(plan, costs, wires, Meetings(plan.shape.p, link), gatherings)
+    flow = Flow(plan, {**base, **(rules or {})})
     stuck = flow.run()
     if stuck:
         places = "; ".join(f"rank {s.rank} at action {s.at} ({s.action}) waits for {s.event}" for s in stuck)
         raise PlanError(f"deadlock: {places}")
     spans = tuple(tuple(spans) for spans in flow.spans)
-    return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), link.tensor_bytes if link else 0)
+    waited = tuple(gatherings.waited) if gatherings else ()
+    return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), link.tensor_bytes if link else 0, waited)
 
 
-def base_rules(plan: Plan, costs: Costs, wires: Wires, meetings: Meetings) -> dict[Op, Rule]:
-    """Rules of all operations."""
-    compute, send, receive = ComputeRule(plan, costs, wires), SendRule(wires), ReceiveRule(wires)
+def base_rules(
+    plan: Plan, costs: Costs, wires: Wires, meetings: Meetings, gatherings: Gatherings | None = None
+) -> dict[Op, Rule]:
+    """Rules of all operations. Raises PlanError where helpers are not told whom they help."""
+    if gatherings is None and plan.has_help:
+        raise PlanError(f"{plan.name}: has helper actions (XF, XB); pass the exchange that they belong to")
+    compute, send, receive = ComputeRule(plan, costs, wires, gatherings), SendRule(wires), ReceiveRule(wires)
     rules: dict[Op, Rule] = dict.fromkeys(Op, PassRule(costs.vocabulary, meetings))
+    if gatherings is not None:
+        rules |= dict.fromkeys((Op.HELP_FORWARD, Op.HELP_BACKWARD), HelpRule(gatherings))
     return rules | {
         Op.FORWARD: compute,
         Op.BACKWARD: compute,
@@ -56,17 +69,26 @@ def base_rules(plan: Plan, costs: Costs, wires: Wires, meetings: Meetings) -> di
 class ComputeRule(Rule):
     """A forward or backward waits for its input, holds the rank for its duration, and makes its output.
 
-    Where the plan has no sends, `wires` carries outputs to other ranks.
+    Where the plan has no sends, `wires` carries outputs to other ranks. With loans it waits for its group too, which
+    then sets its duration.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, wires: Wires) -> None:
+    def __init__(self, plan: Plan, costs: Costs, wires: Wires, gatherings: Gatherings | None = None) -> None:
         self._costs = costs
+        self._gatherings = gatherings
         self._wires = None if plan.is_lowered else wires
         self._in_passes = plan.has_vocabulary
         self._last = plan.shape.stages - 1
 
+    def arrive(self, flow: Flow, rank: int, action: Action, time: float) -> None:
+        if self._gatherings is not None:
+            self._gatherings.arrive(rank, time)
+
     def needs(self, flow: Flow, rank: int, action: Action) -> Sequence[Event]:
-        shape = flow.plan.shape
+        inputs = self._inputs(flow.plan.shape, rank, action)
+        return inputs if self._gatherings is None else self._gatherings.needs(flow, rank, action, inputs)
+
+    def _inputs(self, shape: Shape, rank: int, action: Action) -> Sequence[Event]:
         tensor = input_of(shape, rank, action)
         if tensor is not None:
             return (tensor,)
@@ -77,7 +99,8 @@ class ComputeRule(Rule):
     def run(self, flow: Flow, rank: int, action: Action, start: float) -> float:
         shape = flow.plan.shape
         stage = shape.stage(rank, action.unit.chunk)
-        end = start + self._costs.of(stage, action)
+        stay = self._gatherings.stay(rank, action) if self._gatherings is not None else None
+        end = start + (self._costs.of(stage, action) if stay is None else stay.until)
         if stage == self._last and action.op is Op.FORWARD and not self._in_passes:
             end += self._costs.vocabulary.loss
         tensor = output_of(shape, rank, action)

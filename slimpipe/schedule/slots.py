@@ -14,12 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 
 Kind = Literal["F", "B"]
+KINDS: Final[tuple[Kind, ...]] = ("F", "B")
+
+Pasts = tuple[int | None, ...]
+"""By rank, how long the past of its unit in a slot is, in slices or parts of them; None where the rank is idle."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class Slots:
         """All slots of one kind in which some rank is busy, in order."""
         first = self.first(kind)
         return (Slot(tick, kind) for tick in range(first, first + len(self.forwards) + self.shape.p - 1))
+
+    def pasts(self, kind: Kind, per_slice: int = 1) -> Iterator[tuple[Slot, Pasts]]:
+        """Every slot of one kind with the pasts of the units in it, at so many parts a slice."""
+        ranks, units = self.shape.p, self.units(kind)
+        beyond = (None,) * (ranks - 1)
+        pasts: Pasts = (*beyond, *(unit.slice * per_slice for unit in units), *beyond)
+        # In forward slots a rank is one unit behind the rank before it, in backward slots one behind the rank after it.
+        step = -1 if kind == "F" else 1
+        for at, slot in enumerate(self.of_kind(kind)):
+            yield slot, pasts[at : at + ranks][::step]
 
     def __iter__(self) -> Iterator[Slot]:
         """All slots in which some rank is busy, in the order of time."""

@@ -15,13 +15,17 @@ from slimpipe.schedule.wire import Transfer
 
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r]`: what held rank r, in order. `transfers`: every tensor that changed ranks, in order of discovery."""
+    """`spans[r]`: what held rank r, in order. `transfers`: every tensor that changed ranks, in order of discovery.
+
+    `waited[r]`: how much of its spans rank r spent waiting for those it exchanges attention with; empty: nothing.
+    """
 
     name: str
     shape: Shape
     spans: tuple[tuple[Span, ...], ...]
     transfers: tuple[Transfer, ...]
     tensor_bytes: int = 0
+    waited: tuple[float, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -31,7 +35,11 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Each rank's time within the makespan in which it ran nothing."""
-        return tuple(self.makespan - sum(span.end - span.start for span in spans) for spans in self.spans)
+        waited = self.waited or (0.0,) * self.shape.p
+        return tuple(
+            self.makespan - sum(span.end - span.start for span in spans) + held
+            for spans, held in zip(self.spans, waited, strict=True)
+        )
 
     @property
     def bubble_fraction(self) -> float:

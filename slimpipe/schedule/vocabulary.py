@@ -7,35 +7,37 @@ the same order everywhere.
 
 Output layer, by the last rank's list, with F and B of its last chunk:
 
-| pass | stands                                                                                     |
-|------|--------------------------------------------------------------------------------------------|
-| H    | right after F                                                                              |
-| S    | two actions after F, so that the broadcast runs beside a forward and a backward             |
-| T    | two actions after S, or right before the next slice's S if that comes first                |
-|      | both no later than one action before B, so that T's reduce runs beside that                |
+| pass | stands                                                                                    |
+|------|-------------------------------------------------------------------------------------------|
+| H    | right after F                                                                             |
+| S    | two actions after F, so that the broadcast runs beside a forward and a backward            |
+| T    | two actions after S, or right before the next slice's S if that comes first               |
+|      | both no later than one action before B, so that T's reduce runs beside that               |
 
 So one logits shard a rank is alive at a time (a second would gain 0.1 % of a step), and up to four slices of the last
-stage's output. Where B follows F at once (the last slice of a microbatch; every slice if n = 1) S and T follow H at once
-and all ranks wait; the passes of the slice before stand there too and fill part of that. With one action between F and
-B, S and T stand right before B.
+stage's output. Where B follows F at once (the last slice of a microbatch; every slice if n = 1) S and T follow H at
+once, and all ranks wait; the passes of the slice before stand there too and fill part of that. With one action between
+F and B, S and T stand right before B.
 
 Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. So up to four
 embeddings wait on rank 0, and five gradients on any rank.
 
-**Why two, three and four, and why the latest times.** Passes bind all ranks together, so each should find the others at
-the same moment with time to spare. As early as it can a rank runs ahead of its phase, and then the last slice of a
-microbatch finds others in mid-backward: so moments are those of the latest times (`latest`). What a step takes beyond
-an even split of the output layer, simulated (benchmarks/vocabulary_simulation.py has the costs; m = 4):
+**Which moments.** A pass should find all ranks at the end of an action, with time to spare. slimpipe's ranks can be in
+phase, all in a forward or all in a backward (`slots`), and are where their costs are even: there passes cost nothing
+but the transfers that nothing can hide. As early as it can, though, a rank runs out of phase, and the last slice of a
+microbatch finds others in mid-backward. Where attention makes slices cost more and more and no exchange evens that
+out, ranks are never in phase; `halfway` between their earliest and latest times is then the safest place, as a rule.
+What a step takes beyond an even split of the output layer, simulated (m = 4; costs and links as in
+benchmarks/vocabulary_simulation.py):
 
-| p, n, v                            | 2, 8, 1 | 8, 32, 1 | 16, 64, 1 | 8, 32, 2 | 8, 8, 1 | 4, 6, 3 |
-|------------------------------------|---------|----------|-----------|----------|---------|---------|
-| attention evened out by exchange   | 0.1 %   | 0.2 %    | 0.2 %     | 0.2 %    | 1.3 %   | 0.1 %   |
-| - moments of the earliest times    | 3.7 %   | 1.5 %    | 0.8 %     | 0.7 %    | 5.3 %   | 1.9 %   |
-| - E, S, T and D at one action       | 0.1 %   | 1.0 %    | 25.7 %    | 4.4 %    | 4.1 %   | 2.1 %   |
-| attention by slice, no exchange    | -0.4 %  | -0.2 %   | 0.0 %     | 0.0 %    | 3.0 %   | 0.0 %   |
-| - only E and D at one action       | 2.2 %   | 16.8 %   | 16.7 %    | 6.6 %    | 13.2 %  | 4.7 %   |
-| - `costs` equal, which is wrong    | 0.4 %   | 4.3 %    | 6.2 %     | -0.1 %   | 8.3 %   | 1.2 %   |
-| - `costs` with 1.2 times the share | -0.4 %  | 1.6 %    | 2.9 %     | 0.2 %    | 5.4 %   | -0.1 %  |
+| p, n, v                                   | 2, 8, 1 | 8, 32, 1 | 16, 64, 1 | 8, 32, 2 | 8, 8, 1 | 4, 6, 3 | 8, 1, 1 |
+|-------------------------------------------|---------|----------|-----------|----------|---------|---------|---------|
+| attention evened out by exchange          |  0.06 % |   0.04 % |    0.03 % |   0.03 % |  0.10 % |  0.08 % |  0.48 % |
+| - moments of the earliest times           |  3.70 % |   1.42 % |    1.03 % |   0.67 % |  4.87 % |  1.74 % | 11.86 % |
+| attention by slice, `costs` given         | -0.40 % |  -0.43 % |   -0.21 % |  -0.20 % | -0.36 % |  0.04 % |  0.48 % |
+| - `costs` with 1.2 times the share        | -0.35 % |  -0.43 % |    0.11 % |  -0.20 % | -0.36 % | -0.05 % |  0.48 % |
+| - no `costs`: in phase                    |  0.96 % |   2.61 % |    3.51 % |  -0.17 % |  4.99 % |  1.48 % |  0.48 % |
+| - `costs`; E, S, T and D at one action    |  0.47 % |   4.74 % |    6.28 % |   0.20 % |  9.01 % |  1.56 % |  0.48 % |
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ from typing import NamedTuple
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.costs import Costs, VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
-from slimpipe.schedule.latest import latest_spans
+from slimpipe.schedule.in_phase import slot_spans
 from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.simulate import simulate
+from slimpipe.schedule.slack import Spans, halfway, latest
+from slimpipe.schedule.slots import Slots, slots_of
 
 BROADCAST_BESIDE = 2
 """Actions of the last rank between H and S."""
@@ -60,22 +65,34 @@ EMBED_GRAD_BESIDE = 4
 """Actions of rank 0 between G and D."""
 
 
-def add_vocabulary(plan: Plan, costs: Costs | None = None) -> Plan:
+def add_vocabulary(plan: Plan, costs: Costs | None = None, slots: Slots | None = None) -> Plan:
     """The plan with E, H, S, T, G and D of every slice on every rank; `lower` comes after.
 
-    `costs`: of forwards and backwards, as far as known, to tell which actions of different ranks coincide. By default all
-    slices cost the same and a backward two forwards; where attention grows with the prefix and no exchange evens it out,
-    give `sliced_costs`. Every rank must be given the same. Raises PlanError where there is nothing to share (p = 1), and
-    for plans that have passes or transfers already.
+    By default the ranks of a slimpipe plan are taken to be in phase. `costs`: of forwards, backwards and, if known, of
+    passes, where attention grows with the prefix and no exchange evens it out (`sliced_costs`); the places are then
+    chosen by simulation, and every rank must be given the same costs. `slots`: of a plan with exchange
+    (`add_exchange`), which keeps its ranks in phase whatever they cost.
+
+    Raises PlanError where there is nothing to share (p = 1), and for plans that have passes or transfers already.
     """
     if plan.shape.p == 1:
         raise PlanError("pipeline.vocab_parallel = true needs parallel.pp >= 2: one rank has nobody to share with")
     if plan.is_lowered or plan.has_vocabulary:
         what = "sends and receives" if plan.is_lowered else "vocabulary passes"
-        raise PlanError(f"{plan.name}: has {what} already; add_vocabulary takes forwards and backwards alone")
-    # The passes take their share of every rank alike: to compare ranks, they may be left out.
-    costs = replace(costs or equal_costs(), vocabulary=VocabularyCosts())
-    spans = latest_spans(plan, costs)
+        raise PlanError(f"{plan.name}: has {what} already; add_vocabulary comes before")
+    in_phase = slots or (slots_of(plan) if plan.name == "slimpipe" else None)
+    timelines = [slot_spans(plan, in_phase)] if in_phase else []
+    if slots is None and (costs or not in_phase):
+        costs = costs or equal_costs()
+        # The passes take the same of every rank: to compare ranks, they may be left out.
+        alone = replace(costs, vocabulary=VocabularyCosts())
+        timelines += [halfway(plan, alone), latest(plan, alone)]
+        return min((_place(plan, spans) for spans in timelines), key=lambda placed: simulate(placed, costs).makespan)
+    return _place(plan, timelines[0])
+
+
+def _place(plan: Plan, spans: Spans) -> Plan:
+    """The plan with its passes placed by a timeline of its actions."""
     passes = sorted([*_output(plan, _List(spans[-1])), *_embedding(plan, _List(spans[0]))])
     # In exact arithmetic many moments are equal; rounding must not move a pass behind the action that starts with it.
     margin = 1e-6 * min(span.end - span.start for row in spans for span in row)

@@ -18,24 +18,32 @@ from slimpipe.models.contract import build_model
 from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_tied
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
+from slimpipe.plan.flops import layer_flops_per_token
 from slimpipe.runtime.clock import make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
+from slimpipe.runtime.exchange import DistributedExchange, ExchangeTraffic
+from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.stage import build_stages, parameter_names
 from slimpipe.runtime.transport import DistributedTransport, Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import (
+    Exchange,
     Plan,
+    add_exchange,
     add_vocabulary,
+    balance,
     build,
     check,
+    default_granule,
     least_send_window,
     links,
     lower,
     place_layers,
     replay_in_order,
+    sliced_work,
 )
 
 if TYPE_CHECKING:
@@ -62,16 +70,33 @@ class StepMetrics:
 
 def make_plan(config: Config) -> Plan:
     """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError."""
+    return make_plans(config)[0]
+
+
+def make_plans(config: Config) -> tuple[Plan, Exchange | None]:
+    """The run's plan, and its loans where `pipeline.exchange` asks for them and more than one rank can make them."""
     plan = build(config.pipeline.schedule, config.shape)
+    exchange = None
+    if config.pipeline.exchange != "off" and config.parallel.pp > 1:
+        exchange = make_exchange(config, plan)
+        plan = add_exchange(plan, exchange)
     if config.vocab_parallel:
-        # With collectives under way as well, receives posted ahead are one thing more that can wait for another: on two
-        # H200 such a run did not get through its first steps, and without it did, faster too (docs/log.md, 2026-11-29).
-        plan = lower(add_vocabulary(plan), lookahead=0)
-    else:
-        plan = lower(plan)
-    check(plan)
-    replay_in_order(plan, send_window=send_window(plan))
-    return plan
+        plan = add_vocabulary(plan)
+    # With collectives or loans under way as well, receives posted ahead are one thing more that can wait for another:
+    # on two H200 such a run did not get through its first steps, and without it did (docs/log.md, 2026-11-29).
+    plan = lower(plan, lookahead=2 if exchange is None and not config.vocab_parallel else 0)
+    check(plan, exchange=exchange)
+    replay_in_order(plan, send_window=send_window(plan), exchange=exchange)
+    return plan, exchange
+
+
+def make_exchange(config: Config, plan: Plan) -> Exchange:
+    """The loans of a plan of forwards and backwards, balanced by the operations of GEMMs and attention."""
+    tokens = config.data.sequence_length // config.shape.n
+    gemm, attention = layer_flops_per_token(config.model, config.data.sequence_length)
+    work = sliced_work(config.shape.n, attention / (gemm + attention), tokens)
+    granule = config.pipeline.exchange_granule or default_granule(tokens)
+    return balance(plan, config.pipeline.exchange, work, granule, tokens)
 
 
 def send_window(plan: Plan) -> int:
@@ -95,6 +120,7 @@ class Session:
         trace: Callable[[str], None] | None = None,
         transport: Transport | None = None,
         collectives: Collectives | None = None,
+        exchange_traffic: ExchangeTraffic | None = None,
         rank: int | None = None,
     ) -> None:
         self.config, self.shape = config, config.shape
@@ -104,7 +130,7 @@ class Session:
         self.mesh = build_mesh(config, self.device) if transport is None else None
         self.group = None if self.mesh is None else self.mesh.get_group("pp")
         self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
-        self.plan = make_plan(config)
+        self.plan, self.exchange = make_plans(config)
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
         self.progress.now("building the model")
@@ -140,17 +166,24 @@ class Session:
         if shards is not None:
             traffic = collectives if collectives is not None else self._make_collectives()
             vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, loss, self.ce_chunk)
+        backend = select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic)
+        loans = None
+        if self.exchange is not None:
+            carrier = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()
+            keep = config.pipeline.exchange_keep == "kv"
+            loans = Loans(self.exchange, self.rank, carrier, backend, self.clock, keep)
         self.engine = Engine(
             self.plan,
             self.rank,
             self.stages,
             transport if transport is not None else self._make_transport(),
             self.clock,
-            select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic),
+            backend,
             self.slice_tokens,
             loss,
             self.ce_chunk,
             vocabulary,
+            loans,
             self.progress,
             trace,
         )
@@ -302,6 +335,10 @@ class Session:
         window = send_window(self.plan)
         return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device, window)
 
+    def _make_exchange_traffic(self) -> DistributedExchange:
+        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return DistributedExchange(ranks, self.device)
+
     def _make_collectives(self) -> DistributedCollectives:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return DistributedCollectives(ranks, self.device)
@@ -335,7 +372,7 @@ class Session:
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
-            reserve(self.unit_bytes, check(self.plan).units[self.rank], self.device)
+            reserve(self.unit_bytes, check(self.plan, self.exchange).units[self.rank], self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -25,8 +25,13 @@ def run_in_threads(case: Case, communicator: Callable[[Link], Hashable] = lambda
 
     def one_rank(rank: int) -> RankReport:
         try:
-            traffic = world.collectives(rank) if case.vocab_parallel else None
-            session = Session(config_of(case), transport=world.transport(rank), collectives=traffic, rank=rank)
+            session = Session(
+                config_of(case),
+                transport=world.transport(rank),
+                collectives=world.collectives(rank),
+                exchange_traffic=world.exchange(rank),
+                rank=rank,
+            )
             roughen(session.weights())
             return report(session, session.step_gradients(*batch_of(case)))
         finally:

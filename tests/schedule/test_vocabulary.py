@@ -661,3 +661,19 @@ def test_each_op_has_a_place_in_the_table() -> None:
     assert {op for op in Op if op.is_vocabulary} == set(PASSES)
     shape = Shape(p=3, v=2, n=1, m=1)
     assert [chunk_of(shape, op) for op in PASSES] == [0, 1, 1, 1, 0, 0]
+
+
+def test_who_waits_for_what() -> None:
+    shape = Shape(p=3, v=2, n=1, m=1)
+
+    def waits(rank: int) -> dict[str, str]:
+        actions = [
+            Action(op, Unit(0, 0, chunk)) for op in Op for chunk in range(2) if op.is_vocabulary or op.is_compute
+        ]
+        found = ((action, awaited_by(shape, rank, action)) for action in actions)
+        return {str(action).partition(".")[0] + str(action)[-2:]: c.op.value for action, c in found if c is not None}
+
+    everywhere = {"S0@0": "H", "S0@1": "H", "T0@0": "S", "T0@1": "S", "D0@0": "G", "D0@1": "G"}
+    assert waits(0) == {**everywhere, "F0@0": "E"}
+    assert waits(1) == everywhere
+    assert waits(2) == {**everywhere, "B0@1": "T"}

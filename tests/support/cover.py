@@ -76,7 +76,10 @@ class Case:
     layers: str
     rope: str
     vocab_parallel: bool = False
-    """Not drawn: the tests of vocabulary parallelism run every case that can have it once more with it."""
+    """Not drawn, like those below: the tests of each run every case that can have it once more with it."""
+    exchange: str = "off"
+    granule: int | None = None
+    keep: str = "none"
 
     @property
     def layer_count(self) -> int:
@@ -89,7 +92,9 @@ class Case:
     def __str__(self) -> str:
         options = [self.kv, "tied" if self.tied else "untied", f"mask_{self.mask}", f"recompute_{self.recompute}"]
         options += ["qknorm"] * self.qk_norm + [f"mb{self.micro_batch}", f"L{self.layer_count}", f"rope_{self.rope}"]
-        options += ["vocab"] * self.vocab_parallel
+        options += ["vocab"] * self.vocab_parallel + [f"exchange_{self.exchange}_keep_{self.keep}"] * (
+            self.exchange != "off"
+        )
         return f"{self.schedule}-p{self.pp}-v{self.v}-n{self.n}-m{self.m}-" + "-".join(options)
 
 

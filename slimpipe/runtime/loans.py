@@ -1,0 +1,86 @@
+"""What a rank lends and helps with in each action of its list, from the plan's exchange (schedule.balance)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.exchange import Buffers, ExchangeTraffic, Helped, Kept, LayerExchange, Lent, Shapes
+from slimpipe.schedule import Action, Exchange, Loan
+
+
+class Loans:
+    """Makes the `LayerExchange` of an action. `keep`: helpers hold K and V until the backward where its loans are the
+    forward's (pipeline.exchange_keep: kv)."""
+
+    def __init__(
+        self, plan: Exchange, rank: int, traffic: ExchangeTraffic, backend: AttentionBackend, clock: Clock, keep: bool
+    ) -> None:
+        self.plan, self._rank, self._traffic, self._keep = plan, rank, traffic, keep
+        self._backend, self._clock = backend, clock
+        self._buffers, self._kept = Buffers(), Kept()
+        self._both = _in_both_slots(plan.loans) if keep else frozenset()
+        self.shapes: Shapes | None = None
+
+    def of(self, action: Action) -> LayerExchange | None:
+        """The loans of an F, B, XF or XB; None where no loan concerns the rank in it."""
+        lent, helped = self.plan.lent_in(self._rank, action), self.plan.helped_in(self._rank, action)
+        if not (lent or helped):
+            return None
+        assert self.shapes is not None, "the warm-up tells the shapes"
+        return LayerExchange(
+            [Lent(loan.helper, loan.range, keys=self._sends_keys(loan)) for loan in lent],
+            [
+                Helped(loan.owner, loan.tokens, self._sends_keys(loan), _name(loan) if self._is_kept(loan) else None)
+                for loan in helped
+            ],
+            self._traffic,
+            self._buffers,
+            self._kept,
+            self._backend,
+            self._clock,
+            self.shapes,
+            (lent or helped)[0].slot.kind,
+        )
+
+    def warm_up(self, query: torch.Size, keys: Tensor) -> None:
+        """Learns the shapes of a layer's attention; then each pair of ranks with a loan meets once, in one order.
+
+        NCCL connects two ranks at their first transfer, with allocations that can wait for the device.
+        """
+        b, s, heads, d = query
+        self.shapes = Shapes(b, s, heads, keys.shape[2], d, keys.dtype, keys.device)
+        pairs = sorted({(min(loan.owner, loan.helper), max(loan.owner, loan.helper)) for loan in self.plan.loans})
+        for pair in pairs:
+            if self._rank in pair:
+                (peer,) = set(pair) - {self._rank}
+                sent, received = (torch.zeros(1, dtype=keys.dtype, device=keys.device) for _ in range(2))
+                self._traffic.post([(sent, peer)], [(received, peer)]).wait()
+
+    def left_over(self) -> int:
+        """Keys still held: none at the end of a sound step."""
+        return len(self._kept)
+
+    def _is_kept(self, loan: Loan) -> bool:
+        """An evaluation has no backward to keep for."""
+        return torch.is_grad_enabled() and _name(loan) in self._both
+
+    def _sends_keys(self, loan: Loan) -> bool:
+        return loan.slot.kind == "F" or not self._is_kept(loan)
+
+
+def _name(loan: Loan) -> tuple[object, ...]:
+    """The same for a loan and its like in the unit's other slot."""
+    return loan.owner, loan.unit, loan.helper, loan.start, loan.stop
+
+
+def _in_both_slots(loans: Iterable[Loan]) -> frozenset[tuple[object, ...]]:
+    """Loans that a unit makes in its forward and again, range and helper alike, in its backward."""
+    by_kind: dict[str, set[tuple[object, ...]]] = {"F": set(), "B": set()}
+    for loan in loans:
+        by_kind[loan.slot.kind].add(_name(loan))
+    return frozenset(by_kind["F"] & by_kind["B"])

@@ -1,0 +1,54 @@
+"""Which granule and which fill serve a shape best, transfers included (DESIGN section 4, the cost test)."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from slimpipe.schedule.balance import ATTENTION_BLOCK
+from slimpipe.schedule.cheapest import Cheapest
+from slimpipe.schedule.moves import Fill, Passes
+from slimpipe.schedule.slot_times import SlotTimes
+from slimpipe.schedule.slots import KINDS, Kind, Pasts, Slots
+from slimpipe.schedule.work import Work
+
+PARTS: Final = (1, 2, 4, 8)
+"""Granules a slice that are tried."""
+FILLS: Final[tuple[Fill, ...]] = ("attention", "time")
+
+
+class Granularity(NamedTuple):
+    """`granule`: tokens. `time`: of all slots one after another, each as long as its longest rank."""
+
+    time: float
+    granule: int
+    fill: Fill
+
+
+def best_granularity(
+    slots: Slots, work: Work, times: SlotTimes, passes: Passes | None, ranks_per_node: int
+) -> Granularity:
+    """The one with the shortest slots; among equals the coarsest, which has the fewest kernel calls.
+
+    Parts of a slice are tried where attention kernels take them whole.
+    """
+    parts = [
+        n for n in PARTS if work.slice_tokens % n == 0 and (n == 1 or work.slice_tokens // n % ATTENTION_BLOCK == 0)
+    ]
+    found = []
+    for part in parts:
+        for fill in FILLS:
+            granule = work.slice_tokens // part
+            cheapest = Cheapest(work, granule, times, passes, fill, ranks_per_node)
+            found.append(Granularity(_all_slots(slots, cheapest, part), granule, fill))
+    return min(found, key=lambda granularity: (granularity.time, -granularity.granule))
+
+
+def _all_slots(slots: Slots, cheapest: Cheapest, per_slice: int) -> float:
+    known: dict[tuple[Kind, Pasts], float] = {}
+    total = 0.0
+    for kind in KINDS:
+        for _, pasts in slots.pasts(kind, per_slice):
+            if (kind, pasts) not in known:
+                known[kind, pasts] = cheapest.slot_time(kind, pasts, cheapest.moves(kind, pasts))
+            total += known[kind, pasts]
+    return total

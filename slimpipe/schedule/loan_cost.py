@@ -1,0 +1,75 @@
+"""What a loan's transfers cost, by link, and whether it is worth them (DESIGN section 4, "Bytes").
+
+A loan makes three transfers a layer (`schedule.exchange_transfers`): keys and values of the range, which grow with it,
+and what does not: query and partial output of the whole slice, in the backward also the merged output, LSE and output's
+gradient, and the gradients back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimpipe.schedule.exchange_transfers import BATCHES, BatchName
+from slimpipe.schedule.moves import Passes
+from slimpipe.schedule.plan import PlanError
+from slimpipe.schedule.slots import Kind
+from slimpipe.schedule.work import Work
+
+
+@dataclass(frozen=True)
+class LoanBytes:
+    """One layer's. `kv_token`: keys and values of one token. `query`: a slice's query, as large as its output. `lse`:
+    the log-sum-exp of a slice."""
+
+    kv_token: int
+    query: int
+    lse: int
+
+    def of(self, kind: Kind, batch: BatchName, tokens: int) -> int:
+        """Bytes of one loan's transfers of a batch, in one direction: A and B to the helper, C back."""
+        keys = self.kv_token * tokens
+        if kind == "F":
+            return {"A": keys, "B": self.query, "C": self.query + self.lse}[batch]
+        return {"A": keys, "B": 3 * self.query + self.lse, "C": self.query + keys}[batch]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A way between two ranks: latency, and bandwidth in bytes per unit of time, each way."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.bandwidth <= 0:
+            raise PlanError(f"{self}: latency must be >= 0, bandwidth > 0")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks in nodes of `ranks_per_node`, in turn; what one rank can send and receive inside its node and beyond."""
+
+    inside: Rate
+    between: Rate
+    ranks_per_node: int
+
+    def rate(self, a: int, b: int) -> Rate:
+        return self.inside if a // self.ranks_per_node == b // self.ranks_per_node else self.between
+
+
+def loan_time(sizes: LoanBytes, rate: Rate, kind: Kind, tokens: int) -> float:
+    """How long one loan's transfers of one layer take a link, one after another."""
+    return sum(rate.latency + sizes.of(kind, batch, tokens) / rate.bandwidth for batch in BATCHES)
+
+
+def worth_it(work: Work, sizes: LoanBytes, network: Network, layers: int) -> Passes:
+    """The cost test: a loan is made where its transfers take no longer than the attention that it saves its owner.
+
+    `work` is of units of `layers` layers.
+    """
+
+    def passes(kind: Kind, owner: int, helper: int, tokens: int) -> bool:
+        saved = work.of(kind).token * tokens / layers
+        return loan_time(sizes, network.rate(owner, helper), kind, tokens) <= saved
+
+    return passes

@@ -1,0 +1,167 @@
+"""Attention context exchange: the same loss and gradients as without, whoever computes what, however late it comes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimpipe.runtime import exchange as exchange_module
+from slimpipe.runtime import sliced_attention as attention_module
+from slimpipe.runtime.exchange import DistributedExchange
+from slimpipe.train.session import Session, make_plans
+from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen, run_case
+from tests.numerics.test_in_order import in_threads
+from tests.support.cover import Case
+from tests.support.pool import Pool
+from tests.support.reference import relative_error
+
+
+def _cases() -> list[tuple[Case, int]]:
+    """(case, least number of loans): with fewer a test would prove little. n = 8 slices of 8 tokens, granule 2."""
+    cases = []
+    for pp, v, m, mode in [(p, v, m, mode) for p in (2, 3, 4) for v in (1, 2) for m in (1, 2, 3) for mode in MODES]:
+        options: dict[str, Any] = {
+            "kv": "gqa" if (pp + m) % 2 else "mha",
+            "mask": "ragged" if v == 2 else "none",
+            "recompute": "norms" if m == 2 else "none",
+            "micro_batch": 2 if m == 1 else 1,
+            "vocab_parallel": (pp + v + m) % 2 == 0,
+            "keep": "kv" if (v + m) % 2 else "none",
+            "tied": m == 3,
+        }
+        cases.append((case(pp=pp, v=v, n=8, m=m, exchange=mode, granule=2, **options), LEAST[mode, pp] * m * v))
+    return cases
+
+
+MODES = ("pairwise", "balanced")
+# What pairs of whole slices can lend at two ranks is next to nothing.
+LEAST = {("pairwise", 2): 0, ("pairwise", 3): 2, ("pairwise", 4): 4}
+LEAST |= {("balanced", 2): 8, ("balanced", 3): 12, ("balanced", 4): 16}
+CASES = _cases()
+
+
+@pytest.mark.parametrize(("case", "least"), CASES, ids=str)
+def test_loss_and_every_gradient_equal_the_plain_process(case: Case, least: int, pool: Callable[[int], Pool]) -> None:
+    exchange = make_plans(config_of(case))[1]
+    assert exchange is not None and len(exchange.loans) >= least, f"{len(exchange.loans)} loans"
+    assert discrepancies(case, run_case(pool, case)) == []
+
+
+DELAYED = [
+    case(pp=3, n=8, m=2, exchange="balanced", granule=2, vocab_parallel=True, mask="ragged"),
+    case(pp=4, v=2, n=8, m=2, exchange="balanced", granule=4, keep="kv"),
+    case(pp=4, n=8, m=3, exchange="pairwise"),
+]
+
+
+@pytest.mark.parametrize("case", DELAYED, ids=str)
+def test_delays_change_nothing(case: Case, pool: Callable[[int], Pool]) -> None:
+    """Every batch of transfers and every helper waits for a random while: the same bits, and no hang."""
+    for delayed, plain in zip(pool(case.pp).run(with_delays, case), run_case(pool, case), strict=True):
+        assert delayed.loss == plain.loss
+        assert all(torch.equal(delayed.gradients[name], plain.gradients[name]) for name in plain.gradients)
+
+
+def with_delays(rank: int, world: int, case: Case) -> RankReport:
+    chance = random.Random(rank)
+    post, finish = DistributedExchange.post, exchange_module._ForwardUnderWay.finish
+    finish_backward = exchange_module._BackwardUnderWay.finish
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(*arguments: Any) -> Any:
+            time.sleep(chance.choice((0, 0, 0, 0.002, 0.005)))
+            return function(*arguments)
+
+        return delayed
+
+    with (
+        mock.patch.object(DistributedExchange, "post", late(post)),
+        mock.patch.object(exchange_module._ForwardUnderWay, "finish", late(finish)),
+        mock.patch.object(exchange_module._BackwardUnderWay, "finish", late(finish_backward)),
+    ):
+        session = Session(config_of(case))
+        roughen(session.weights())
+        return report(session, session.step_gradients(*batch_of(case)))
+
+
+@pytest.mark.parametrize("case", [case for case, _ in CASES[1::4]], ids=str)
+def test_the_in_order_transport_gives_the_same(case: Case, pool: Callable[[int], Pool]) -> None:
+    """To the bit, but for gloo's order of adding where the vocabulary's reduces have more than two parts."""
+    (threads,) = pool(1).run(in_threads, case)
+    tied = case.tied and not case.vocab_parallel
+    if tied:
+        first, last = (threads[rank].gradients for rank in (0, -1))
+        first["embedding.weight"] = last["embedding.weight"] = first["embedding.weight"] + last["embedding.weight"]
+    for ours, theirs in zip(threads, run_case(pool, case), strict=True):
+        bound = 1e-5 if case.vocab_parallel and case.pp > 2 else 0.0
+        assert all(relative_error(ours.gradients[n], theirs.gradients[n]) <= bound for n in theirs.gradients)
+
+
+def test_helpers_serve_an_evaluation_too(pool: Callable[[int], Pool]) -> None:
+    layout = case(pp=3, n=8, m=2, exchange="balanced", granule=2, keep="kv")
+    alone = replace(layout, exchange="off")
+    for lent, plain in zip(pool(3).run(evaluate, layout), pool(3).run(evaluate, alone), strict=True):
+        torch.testing.assert_close(lent, plain, rtol=1e-5, atol=1e-6)
+
+
+def evaluate(rank: int, world: int, case: Case) -> Tensor:
+    session = Session(config_of(case))
+    losses = session.token_losses(*batch_of(replace(case, exchange="off", keep="none", granule=None)))
+    session.step_gradients(*batch_of(case))
+    return losses
+
+
+@pytest.mark.parametrize("layout", [case(n=8, m=2), case(pp=2, n=1, m=2), case(pp=3, n=1, m=1)], ids=str)
+def test_with_one_rank_or_one_slice_there_is_nothing_to_lend(layout: Case, pool: Callable[[int], Pool]) -> None:
+    layout = replace(layout, exchange="balanced")
+    exchange = make_plans(config_of(layout))[1]
+    assert exchange is None or exchange.loans == ()
+    assert discrepancies(layout, run_case(pool, layout)) == []
+
+
+def _lent_part_is_lost(self: Any) -> list[Any]:
+    return _FORWARD(self)[:-1]
+
+
+def _lent_part_comes_twice(self: Any) -> list[Any]:
+    return [part for part in _FORWARD(self) for _ in range(2)]
+
+
+def _gradient_of_a_lent_part_is_lost(self: Any) -> list[Any]:
+    return _BACKWARD(self)[:-1]
+
+
+_FORWARD, _BACKWARD = exchange_module._ForwardUnderWay.finish, exchange_module._BackwardUnderWay.finish
+
+
+def _lent_part_is_computed_here_too(ranges: Sequence[Any], lent: Sequence[Any]) -> list[Any]:
+    return list(ranges)
+
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "a lent part is lost": (exchange_module._ForwardUnderWay, "finish", _lent_part_is_lost),
+    "a lent part comes twice": (exchange_module._ForwardUnderWay, "finish", _lent_part_comes_twice),
+    "a lent part's gradient is lost": (exchange_module._BackwardUnderWay, "finish", _gradient_of_a_lent_part_is_lost),
+    "a lent part is computed here too": (attention_module, "subtract", _lent_part_is_computed_here_too),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_comparison_sees_a_deliberate_mistake(name: str, pool: Callable[[int], Pool]) -> None:
+    layout = case(pp=3, n=8, m=2, exchange="balanced", granule=2)
+    assert discrepancies(layout, pool(3).run(mistaken, layout, name)) != []
+
+
+def mistaken(rank: int, world: int, case: Case, name: str) -> RankReport:
+    with mock.patch.object(*MISTAKES[name]):
+        session = Session(config_of(case))
+        roughen(session.weights())
+        return report(session, session.step_gradients(*batch_of(case)))

@@ -16,21 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from slimpipe.config import ConfigError, check_output, check_world, load_config
+from slimpipe.plan.exchange import ExchangeSetting
+from slimpipe.plan.hardware import load_hardware
 from slimpipe.schedule import (
     BUILT,
+    MODES,
     Costs,
+    Exchange,
+    Mode,
     Peaks,
     Plan,
     PlanError,
     Shape,
     Timeline,
+    add_exchange,
     add_vocabulary,
     bubble_fraction,
     build,
@@ -150,6 +156,15 @@ BackwardOption = Annotated[
 VocabOption = Annotated[
     str, typer.Option(help="The output layer: off (costs nothing), last (on the last rank), parallel (on all ranks).")
 ]
+ExchangeOption = Annotated[
+    str, typer.Option(help="Whether ranks share attention: off, pairwise or balanced. Needs --attention-share.")
+]
+HardwareOption = Annotated[
+    Path | None,
+    typer.Option(help="A profile such as configs/hardware/h200_facts.yaml: transfers then take time. Needs --model."),
+]
+ModelOption = Annotated[Path | None, typer.Option(help="A training configuration; its model sets sizes and rates.")]
+SequenceOption = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: that of --model.")]
 HeadOption = Annotated[
     float | None, typer.Option(help="The whole output layer's forward for a slice, in average forwards of a unit.")
 ]
@@ -166,6 +181,10 @@ def simulate(
     backward_cost: BackwardOption = None,
     vocab: VocabOption = "off",
     head_share: HeadOption = None,
+    exchange: ExchangeOption = "off",
+    hardware: HardwareOption = None,
+    model: ModelOption = None,
+    sequence: SequenceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     with_grid: Annotated[
         bool,
@@ -175,8 +194,9 @@ def simulate(
     """Run a schedule on paper: bubble, memory and idle time. It is proved sound first."""
     with _told_in_one_line():
         shape = _shape(pp, virtual_stages, slices, microbatches)
+        setting = _setting(shape, schedule, attention_share, exchange, hardware, model, sequence)
         costs = _costs(slices, attention_share, backward_cost)
-        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share))
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting)
     report = paper.report()
     if as_json:
         if with_grid:
@@ -199,13 +219,18 @@ def draw(
     backward_cost: BackwardOption = None,
     vocab: VocabOption = "off",
     head_share: HeadOption = None,
+    exchange: ExchangeOption = "off",
+    hardware: HardwareOption = None,
+    model: ModelOption = None,
+    sequence: SequenceOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The SVG file to write.")] = Path("schedule.svg"),
 ) -> None:
     """Draw a schedule's timeline as SVG."""
     with _told_in_one_line():
         shape = _shape(pp, virtual_stages, slices, microbatches)
+        setting = _setting(shape, schedule, attention_share, exchange, hardware, model, sequence)
         costs = _costs(slices, attention_share, backward_cost)
-        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share))
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting)
         try:
             output.write_text(draw_svg(paper.timeline), encoding="utf-8")
         except OSError as error:
@@ -231,6 +256,38 @@ def _costs(slices: int, attention_share: float | None, backward_cost: float | No
     if not 0 <= attention_share <= 1:
         raise ConfigError([f"--attention-share = {attention_share}: must be a number >= 0 and <= 1"])
     return sliced_costs(slices, attention_share)
+
+
+def _setting(
+    shape: Shape,
+    schedule: str,
+    attention_share: float | None,
+    exchange: str,
+    hardware: Path | None,
+    model: Path | None,
+    sequence: int | None,
+) -> ExchangeSetting | None:
+    """What exchange has to work with; None where there is nothing to share, or nobody in phase to share it with."""
+    if exchange not in MODES:
+        raise ConfigError([f"--exchange = {exchange}: must be one of {', '.join(MODES)}"])
+    if hardware is None:
+        for name, value in (("model", model), ("sequence", sequence)):
+            if value is not None:
+                raise ConfigError([f"--{name} = {value}: says something with --hardware alone; leave it out"])
+        if exchange != "off" and not attention_share:
+            raise ConfigError([f"--exchange = {exchange}: needs --attention-share above 0, or --hardware and --model"])
+    elif model is None:
+        raise ConfigError([f"--hardware = {hardware}: needs --model, whose sizes it is applied to"])
+    if schedule != "slimpipe":
+        if exchange != "off" or hardware is not None:
+            option = f"--exchange = {exchange}" if exchange != "off" else f"--hardware = {hardware}"
+            raise ConfigError([f"{option}: needs --schedule slimpipe, whose ranks are in phase"])
+        return None
+    if hardware is None or model is None:
+        return ExchangeSetting.on_paper(shape.n, attention_share) if attention_share and attention_share <= 1 else None
+    settings = load_config(model)
+    tokens = sequence or settings.data.sequence_length
+    return ExchangeSetting.on_hardware(load_hardware(hardware), settings.model, shape, tokens, attention_share)
 
 
 @dataclass(frozen=True)
@@ -264,22 +321,43 @@ class _Paper:
     head: _Head
     timeline: Timeline
     peaks: Peaks
+    exchange: Exchange | None
+    setting: ExchangeSetting | None
 
     @classmethod
-    def of(cls, name: str, shape: Shape, costs: Costs, head: _Head) -> _Paper:
+    def of(
+        cls,
+        name: str,
+        shape: Shape,
+        costs: Costs,
+        head: _Head,
+        mode: str = "off",
+        setting: ExchangeSetting | None = None,
+    ) -> _Paper:
+        """`setting`: of the exchange; with hardware its times replace `costs`."""
         plan = build(name, shape)
+        exchange = None
+        if setting is not None:
+            exchange = setting.exchange(plan, cast(Mode, mode))
+            plan = add_exchange(plan, exchange)
+            costs = setting.work.costs()
         if head.vocab == "parallel":
-            plan = add_vocabulary(plan, costs)
-        costs = replace(costs, vocabulary=output_layer_costs(head.share or 0.0, shape.p))
-        peaks = check(plan)
-        return cls(plan, head, run_on_paper(plan, costs), peaks)
+            slots = exchange.slots if exchange is not None and exchange.mode != "off" else None
+            plan = add_vocabulary(plan, costs, slots)
+        mean = 1.0 if setting is None else setting.work.mean_forward(shape.n)
+        costs = replace(costs, vocabulary=output_layer_costs(mean * (head.share or 0.0), shape.p))
+        peaks = check(plan, exchange)
+        link = setting.link if setting is not None else None
+        gatherings = setting.gatherings(exchange) if setting is not None and exchange is not None else None
+        return cls(plan, head, run_on_paper(plan, costs, link, gatherings=gatherings), peaks, exchange, setting)
 
     def grid(self) -> str:
         # A pass is a small part of a forward: sampled by time it would hardly ever be seen.
-        return grid(self.plan if self.plan.has_vocabulary else self.timeline)
+        return grid(self.plan, exchange=self.exchange) if self.plan.has_vocabulary else grid(self.timeline)
 
     def report(self) -> dict[str, Any]:
-        """What `--json` prints. Times in forwards of a unit, lists by rank, activations in those of one microbatch."""
+        """What `--json` prints. Times in forwards of a unit, in seconds with --hardware; lists by rank, activations in
+        those of one microbatch."""
         name, shape, timeline = self.plan.name, self.plan.shape, self.timeline
         return {
             "schedule": name,
@@ -290,6 +368,7 @@ class _Paper:
             "vocab": self.head.vocab,
             "head_share": self.head.share,
             "bubble_fraction": timeline.bubble_fraction,
+            "time_unit": "forwards" if self.setting is None or self.setting.link is None else "seconds",
             "makespan": timeline.makespan,
             "peak_units": list(timeline.peak_units),
             "peak_activation": timeline.peak_activation,
@@ -300,7 +379,13 @@ class _Paper:
                 "bubble_fraction": float(bubble_fraction(name, shape)),
                 "peak_activation": float(peak_activation(name, shape)),
             },
+            **self._exchange(),
         }
+
+    def _exchange(self) -> dict[str, Any]:
+        if self.setting is not None and self.exchange is not None:
+            return self.setting.report(self.exchange)
+        return {"exchange": "off", "exchange_bytes": [0.0] * self.plan.shape.p, "loans": 0}
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -311,7 +396,13 @@ def _show(report: dict[str, Any]) -> None:
     whole = Table("", "simulated", "formula, equal costs", title=title, title_justify="left")
     whole.add_row("bubble", f"{report['bubble_fraction']:.2%}", f"{formula['bubble_fraction']:.2%}")
     whole.add_row("peak activation, in M_a", f"{report['peak_activation']:.4f}", f"{formula['peak_activation']:.4f}")
-    whole.add_row("makespan, in forwards", f"{report['makespan']:.2f}", "")
+    whole.add_row(f"makespan, in {report['time_unit']}", f"{report['makespan']:.2f}", "")
+    if report["exchange"] != "off":
+        busiest = max(report["exchange_bytes"])
+        bound = f"pairwise: {report['exchange_bytes_bound']:.2f}"
+        whole.add_row(f"loans, {report['exchange']}", str(report["loans"]), "")
+        whole.add_row("exchange, in L M_h a microbatch", f"{busiest:.2f}", bound)
+        whole.add_row("longest rank over the best, in KV slices", f"{report['max_imbalance_kv_slices']:.2f}", "")
     ranks = Table("rank", "idle", "peak units", "KV slots by chunk")
     rows = zip(report["idle"], report["peak_units"], report["kv_slots"], strict=True)
     for rank, (idle, units, slots) in enumerate(rows):

@@ -134,7 +134,7 @@ BAD = [
     ("train", "deterministic", 1, "train.deterministic = 1: must be true or false"),
     ("train", "watchdog_seconds", 0, "train.watchdog_seconds = 0: must be a number > 0"),
     ("train", "attention", "best", "train.attention = best: must be auto, plain, flash or cudnn"),
-    ("train", "ce_chunk", 0, "train.ce_chunk = 0: must be a whole number > 0"),
+    ("train", "ce_chunk", 0, "train.ce_chunk = 0: must be a whole number > 0 or null"),
     ("optim", "lr", True, "optim.lr = true: must be a number > 0"),
     ("optim", "lr", 0, "optim.lr = 0: must be a number > 0"),
     ("optim", "lr", float("nan"), "optim.lr = nan: must be a number > 0"),
@@ -158,7 +158,7 @@ BAD = [
     ("parallel", "tp", True, "parallel.tp = true: must be 1"),
     ("pipeline", "slices", 0, "pipeline.slices = 0: must be a whole number > 0"),
     ("pipeline", "schedule", "zigzag", "pipeline.schedule = zigzag: must be gpipe, 1f1b, interleaved or slimpipe"),
-    ("pipeline", "exchange", True, "pipeline.exchange = true: must be off"),
+    ("pipeline", "exchange", True, "pipeline.exchange = true: must be off, pairwise or balanced"),
     (
         "pipeline",
         "layers_per_stage",
@@ -209,17 +209,13 @@ BAD = [
         "zb_v",
         "pipeline.schedule = zb_v: this schedule is not built yet; set it to gpipe, 1f1b, interleaved or slimpipe",
     ),
-    (
-        "pipeline",
-        "exchange",
-        "pairwise",
-        "pipeline.exchange = pairwise: attention context exchange is not built yet; set it to off",
-    ),
+    ("pipeline", "exchange_granule", 0, "pipeline.exchange_granule = 0: must be a whole number > 0 or null"),
+    ("pipeline", "exchange_keep", "all", "pipeline.exchange_keep = all: must be none or kv"),
     (
         "pipeline",
         "vocab_parallel",
         "yes please",
-        'pipeline.vocab_parallel = yes please: must be true, false or null',
+        "pipeline.vocab_parallel = yes please: must be true, false or null",
     ),
     (
         "memory",
@@ -317,7 +313,23 @@ def test_bad_settings_give_one_line(section: str, key: str, value: Any, line: st
         ({"parallel": {"pp": 2}, "pipeline": {"virtual_stages": 2}}, "pipeline.virtual_stages = 2"),
         ({"pipeline": {"schedule": "1f1b", "slices": 2}}, "pipeline.slices = 2"),
         ({"pipeline": {"schedule": "gpipe", "virtual_stages": 2}}, "pipeline.virtual_stages = 2"),
-        ({"parallel": {"pp": 4}, "pipeline": {"schedule": "interleaved"}, "train": {"global_batch": 6}}, ""),
+        (
+            {"parallel": {"pp": 4}, "pipeline": {"schedule": "interleaved"}, "train": {"global_batch": 6}},
+            "train.global_batch",
+        ),
+        ({"pipeline": {"schedule": "1f1b", "exchange": "balanced"}}, "pipeline.exchange = balanced: its loans need"),
+        (
+            {"pipeline": {"schedule": "gpipe", "vocab_parallel": True}},
+            "pipeline.vocab_parallel = true: its passes need",
+        ),
+        (
+            {"parallel": {"pp": 2}, "pipeline": {"exchange": "balanced", "layers_per_stage": [1, 3]}},
+            "pipeline.exchange needs stages of equally many layers",
+        ),
+        (
+            {"pipeline": {"exchange": "balanced", "exchange_granule": 3}, "data": {"sequence_length": 64}},
+            "pipeline.exchange_granule = 3: a slice of 64 tokens is not divisible by 3; use a divisor (2, 4, 8)",
+        ),
     ],
 )
 def test_shapes_that_a_schedule_cannot_run(changes: dict[str, Any], key: str) -> None:
@@ -506,7 +518,7 @@ def test_overrides_reach_options() -> None:
         ("train.steps=", "train.steps = null: must be a whole number > 0"),
         ("train.steps=1e3", "train.steps = 1000.0: must be a whole number > 0"),
         ("pipeline.slices=7",
-         "pipeline.slices = 7: sequence length 512 is not divisible by 7; use a divisor (4, 8, 16)"),
+         "pipeline.slices = 7: sequence length 256 is not divisible by 7; use a divisor (4, 8, 16)"),
     ],
 )  # fmt: skip
 def test_bad_overrides(override: str, line: str) -> None:
@@ -605,7 +617,7 @@ def test_the_output_is_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_quickstart_runs_in_every_promised_shape(pp: int, v: int, n: int) -> None:
     overrides = [f"parallel.pp={pp}", f"pipeline.virtual_stages={v}", f"pipeline.slices={n}"]
-    assert load_config(QUICKSTART, overrides).shape == Shape(pp, v, n, 8)
+    assert load_config(QUICKSTART, overrides).shape == Shape(pp, v, n, 4)
 
 
 def test_llama_16l() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimpipe.runtime.contact import contact_with
 from slimpipe.schedule.collectives import COMMUNICATORS, Communicator
 
 
@@ -41,20 +42,22 @@ class Collectives(Protocol):
 
 
 class _Work:
-    def __init__(self, work: dist.Work | None, result: Tensor, kept: Tensor) -> None:
-        self._work, self._result, self._kept = work, result, kept
+    def __init__(self, work: dist.Work | None, result: Tensor, kept: Tensor, others: Sequence[int]) -> None:
+        self._work, self._result, self._kept, self._others = work, result, kept, others
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            with contact_with(self._others, "collective of the vocabulary passes"):
+                self._work.wait()
         return self._result
 
 
 class DistributedCollectives:
     """torch.distributed, gloo or NCCL. Creation is collective over all processes of the default group."""
 
-    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self._ranks = ranks
+        self._others = [other for other in range(len(ranks)) if other != rank]
         bind = device if device.type == "cuda" else None
         self._groups = {
             communicator: dist.new_group(list(ranks), device_id=bind, group_desc=f"vocabulary {communicator}")
@@ -66,15 +69,15 @@ class DistributedCollectives:
     def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         tensor = tensor.contiguous()
         work = dist.reduce(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
-        return _Work(work, tensor, tensor)
+        return _Work(work, tensor, tensor, self._others)
 
     def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
         tensor = tensor.contiguous()
         work = dist.broadcast(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
-        return _Work(work, tensor, tensor)
+        return _Work(work, tensor, tensor, self._others)
 
     def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
         tensor = tensor.contiguous()
         parts = tensor.new_empty(len(self._ranks), *tensor.shape)
         work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[communicator], async_op=True)
-        return _Work(work, parts, tensor)
+        return _Work(work, parts, tensor, self._others)

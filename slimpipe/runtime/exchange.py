@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.contact import contact_with
 from slimpipe.runtime.kv_slots import LayerSlots
 
 Range = tuple[int, int]
@@ -205,9 +206,11 @@ class LayerExchange:
 
     def _wait(self, *batches: Batch | None) -> None:
         with self._clock.waiting(f"exchange {self._kind}"):
-            for batch in batches:
-                if batch is not None:
-                    batch.wait()
+            peers = sorted({loan.helper for loan in self.lent} | {loan.owner for loan in self.helped})
+            with contact_with(peers, "exchange of attention"):
+                for batch in batches:
+                    if batch is not None:
+                        batch.wait()
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

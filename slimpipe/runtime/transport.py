@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimpipe.runtime.contact import contact_with
 from slimpipe.schedule import Link
 
 
@@ -42,11 +43,12 @@ class Transport(Protocol):
 
 
 class _PostedReceive:
-    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
-        self._work, self._buffer = work, buffer
+    def __init__(self, work: dist.Work, buffer: Tensor, link: Link) -> None:
+        self._work, self._buffer, self._link = work, buffer, link
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        with contact_with([self._link.src], f"receive on link {self._link}"):
+            self._work.wait()
         return self._buffer
 
 
@@ -91,25 +93,27 @@ class DistributedTransport:
 
     def post_receive(self, link: Link) -> Receive:
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, self._ranks[link.src], group=self._groups[link])
+        with contact_with([link.src], f"receive on link {link}"):
+            work = dist.irecv(buffer, self._ranks[link.src], group=self._groups[link])
         assert work is not None
-        return _PostedReceive(work, buffer)
+        return _PostedReceive(work, buffer, link)
 
     def send(self, link: Link, tensor: Tensor) -> None:
         under_way = self._sends[link]
         while len(under_way) >= self._send_window:
-            self._wait_oldest(under_way)
+            self._wait_oldest(link)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])
+        with contact_with([link.dst], f"send on link {link}"):
+            work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])
         assert work is not None
         under_way.append((work, tensor))
 
     def finish(self) -> None:
-        for under_way in self._sends.values():
+        for link, under_way in self._sends.items():
             while under_way:
-                self._wait_oldest(under_way)
+                self._wait_oldest(link)
 
-    @staticmethod
-    def _wait_oldest(under_way: deque[tuple[dist.Work, Tensor]]) -> None:
-        work, _ = under_way.popleft()
-        work.wait()
+    def _wait_oldest(self, link: Link) -> None:
+        work, _ = self._sends[link].popleft()
+        with contact_with([link.dst], f"send on link {link}"):
+            work.wait()

@@ -18,17 +18,20 @@ from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
 from slimpipe.schedule.gatherings import Gatherings
+from slimpipe.schedule.granularity import Granularity, best_granularity
 from slimpipe.schedule.grid import grid
 from slimpipe.schedule.in_flight import peak_held, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
+from slimpipe.schedule.lending import without
 from slimpipe.schedule.loan_cost import LoanBytes, Network, Rate, worth_it
 from slimpipe.schedule.loans import MODES, Exchange, Loan, Mode
 from slimpipe.schedule.lower import lower
+from slimpipe.schedule.moves import Passes
 from slimpipe.schedule.orders import BUILT, NOT_BUILT, build, supported
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.simulate import simulate
-from slimpipe.schedule.slot_times import LayerByLayer, Together
+from slimpipe.schedule.slot_times import LayerByLayer, SlotTimes, Together
 from slimpipe.schedule.slots import Slot, Slots, slots_of
 from slimpipe.schedule.stages import place_layers
 from slimpipe.schedule.timeline import Timeline
@@ -47,6 +50,7 @@ __all__ = [
     "Exchange",
     "Flow",
     "Gatherings",
+    "Granularity",
     "LayerByLayer",
     "Link",
     "LinkCost",
@@ -56,6 +60,7 @@ __all__ = [
     "Mode",
     "Network",
     "Op",
+    "Passes",
     "Peaks",
     "Piece",
     "Plan",
@@ -68,6 +73,7 @@ __all__ = [
     "Shape",
     "Slot",
     "SlotPlace",
+    "SlotTimes",
     "Slots",
     "Span",
     "Tensor",
@@ -81,6 +87,7 @@ __all__ = [
     "add_vocabulary",
     "assign_kv_slots",
     "balance",
+    "best_granularity",
     "bubble_fraction",
     "build",
     "check",
@@ -109,5 +116,6 @@ __all__ = [
     "slots_of",
     "supported",
     "to_csv",
+    "without",
     "worth_it",
 ]

@@ -89,7 +89,7 @@ def sliced_costs(n: int, attention_share: float, attention_backward: float = 2.5
 
     Slice i attends to i whole slices and, causally, to half of its own, so its attention costs i + 1/2 slices, n/2 on
     average. A forward takes 1 on average. Backward to forward: 2 in the dense part, `attention_backward` in attention:
-    2.5, as it runs its two products again and adds three (DESIGN section 4), or more where a kernel's backward is slower.
+    2.5, as it runs its two products again and adds three (DESIGN section 4), or more where the backward is slower.
     """
     if not 0 <= attention_share <= 1:
         raise PlanError(f"attention_share = {attention_share}: must lie between 0 and 1")

@@ -18,7 +18,7 @@ from slimpipe.schedule.timeline import Timeline
 
 _GREY = "#7d8590"
 _FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
-_FORWARD_HUE, _BACKWARD_HUE, _VOCABULARY_HUE = 212, 28, 130
+_FORWARD_HUE, _BACKWARD_HUE, _VOCABULARY_HUE, _HELP_HUE = 212, 28, 130, 285
 _LIGHTNESS = (0.38, 0.58, 0.48, 0.68)
 """By microbatch, repeating. Neighbours differ by more than those two apart."""
 _ORANGE_LIFT = 0.06
@@ -35,7 +35,8 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
 
     Forwards are blue and backwards orange, shaded by microbatch; boxes with room for it show the slice (the microbatch
     where n = 1), and with several chunks a letter for the chunk. Vocabulary passes that take time are green, with the
-    pass's letter before the slice. The caption gives shape, bubble and peak activation.
+    pass's letter before the slice; idle ranks that help with others' attention are purple. The caption gives shape,
+    bubble and peak activation.
     """
     shape = timeline.shape
     row = max(_SMALLEST_ROW, min(_ROW, _TALLEST_PLOT // shape.p))
@@ -127,6 +128,8 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
     drawn = []
     x: float = _LEFT
     kinds = [("forward", _FORWARD_HUE, 70), ("backward", _BACKWARD_HUE, 70)]
+    if any(span.action.op.is_help for spans in timeline.spans for span in spans):
+        kinds.append(("help", _HELP_HUE, 44))
     if any(span.action.op.is_vocabulary and span.end > span.start for spans in timeline.spans for span in spans):
         kinds.append(("vocabulary passes", _VOCABULARY_HUE, 122))
     for word, hue, room in kinds:
@@ -160,7 +163,8 @@ def _caption(timeline: Timeline) -> str:
 
 
 def _colour(span: Span) -> tuple[int, float]:
-    hue = {Op.FORWARD: _FORWARD_HUE, Op.BACKWARD: _BACKWARD_HUE}.get(span.action.op, _VOCABULARY_HUE)
+    hues = {Op.FORWARD: _FORWARD_HUE, Op.BACKWARD: _BACKWARD_HUE}
+    hue = _HELP_HUE if span.action.op.is_help else hues.get(span.action.op, _VOCABULARY_HUE)
     return _shade(hue, span.action.unit.microbatch)
 
 

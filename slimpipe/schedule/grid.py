@@ -14,8 +14,11 @@ from dataclasses import replace
 from slimpipe.schedule.action import Action
 from slimpipe.schedule.costs import VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
+from slimpipe.schedule.gatherings import Gatherings
+from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan
 from slimpipe.schedule.simulate import simulate
+from slimpipe.schedule.slot_times import InEqualTime
 from slimpipe.schedule.timeline import Timeline
 
 _ONE_TICK = replace(equal_costs(1.0, 1.0), vocabulary=VocabularyCosts(statistics=1.0, gradient=1.0))
@@ -23,14 +26,24 @@ IDLE = "."
 CONTINUED = "-"
 
 
-def grid(source: Plan | Timeline, tick: float | None = None, first: int = 0, last: int | None = None) -> str:
+def grid(
+    source: Plan | Timeline,
+    tick: float | None = None,
+    first: int = 0,
+    last: int | None = None,
+    exchange: Exchange | None = None,
+) -> str:
     """Ranks x ticks `first` up to, not including, `last`.
 
     A plan is drawn with forwards, backwards and passes S and T of one tick each. A timeline is sampled in the middle of
     each tick, which defaults to its shortest forward or backward; `-` continues the action to its left, `.` is idle.
-    Chunks are left out where there is one a rank.
+    Chunks are left out where there is one a rank. `exchange`: of a plan with helpers, whose actions take a tick too.
     """
-    timeline = simulate(source, _ONE_TICK) if isinstance(source, Plan) else source
+    if isinstance(source, Plan):
+        gatherings = Gatherings(exchange, InEqualTime(1.0)) if exchange is not None else None
+        timeline = simulate(source, _ONE_TICK, gatherings=gatherings)
+    else:
+        timeline = source
     if tick is None:
         computes = (span for spans in timeline.spans for span in spans if span.action.op.is_compute)
         tick = min((span.end - span.start for span in computes), default=1.0)

@@ -48,6 +48,16 @@ class SlotTimes(Protocol):
 
 
 @dataclass(frozen=True)
+class InEqualTime:
+    """All slots with loans take `time`: for pictures, and 0 for proofs."""
+
+    time: float
+
+    def of(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, Stay]:
+        return dict.fromkeys(pasts, Stay(self.time, self.time))
+
+
+@dataclass(frozen=True)
 class Together:
     """Free transfers, and layers so many that ranks are held to the pace of the longest and no more."""
 

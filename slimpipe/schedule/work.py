@@ -44,6 +44,22 @@ class Work:
     def of(self, kind: Kind) -> Load:
         return self.forward if kind == "F" else self.backward
 
+    def mean_forward(self, n: int) -> float:
+        """A forward's time, on average over the n slices of a sequence."""
+        return self.forward.stays + self.forward.token * self.slice_tokens * (n - 1) / 2
+
+    def with_attention_share(self, n: int, share: float) -> Work:
+        """The same mean forward, of which attention is `share`; backwards in the same ratio to their forwards."""
+        _refuse_share(share)
+        mean = self.mean_forward(n)
+        attention = share * mean / (mean - self.forward.dense)
+        dense = (1 - share) * mean / self.forward.dense
+        forward, backward = (
+            Load(dense * load.dense, attention * load.own, attention * load.token)
+            for load in (self.forward, self.backward)
+        )
+        return Work(forward, backward, self.slice_tokens)
+
     def costs(self) -> Costs:
         """The same without exchange, for the simulator."""
 
@@ -59,9 +75,13 @@ def sliced_work(n: int, attention_share: float, slice_tokens: int) -> Work:
     As `costs.sliced_costs`: a slice's own attention costs half of what it costs to attend to another slice. Backward to
     forward: 2 in the dense part, 2.5 in attention.
     """
-    if not 0 < attention_share <= 1:
-        raise PlanError(f"attention_share = {attention_share}: exchange needs attention to share, above 0, at most 1")
+    _refuse_share(attention_share)
     a_slice = attention_share / (n / 2)
     forward = Load(1 - attention_share, a_slice / 2, a_slice / slice_tokens)
     backward = Load(2 * forward.dense, 2.5 * forward.own, 2.5 * forward.token)
     return Work(forward, backward, slice_tokens)
+
+
+def _refuse_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise PlanError(f"attention_share = {share}: exchange needs attention to share, above 0, at most 1")

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.mesh import Processes, prepare_process, start_processes
+from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train import checkpoint
 from slimpipe.train.display import make_display
@@ -187,9 +188,10 @@ def _failure(error: BaseException, rank: int, doing: str) -> str:
     where = f"[{stamp}] rank {rank} failed at: {doing}"
     if _is_lost_contact(error):
         # The peer's own message says what happened; this one's stack would only bury it.
-        return f"{where}: lost contact with another rank, which has failed or was killed\n"
+        whom = error.whom if isinstance(error, LostContact) else "another rank"
+        return f"{where}: lost contact with {whom}, which has failed or was killed\n"
     return f"{where}\n{''.join(traceback.format_exception(error))}"
 
 
 def _is_lost_contact(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return isinstance(error, LostContact) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

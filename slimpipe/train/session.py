@@ -61,7 +61,8 @@ class StepMetrics:
     lr: float
     seconds: float
     waits: dict[str, float]
-    """Measured share of the step spent waiting before each kind of action (F, B, S, ...), averaged over ranks."""
+    """Measured share of the step spent waiting, by what waits: a kind of action (F, B, S, ...) for what it consumes, or
+    the exchange within it; averaged over ranks."""
     bubble: float
     """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
     peak_memory_bytes: tuple[int, ...]
@@ -283,9 +284,10 @@ class Session:
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
-        kinds = sorted(
-            {action.op.value for action in self.engine.actions if not (action.op.is_send or action.op.is_recv)}
-        )
+        waiting = (action.op for action in self.engine.actions if not (action.op.is_transfer or action.op.is_help))
+        kinds = sorted({op.value for op in waiting})
+        if self.exchange is not None:
+            kinds += ["exchange B", "exchange F"]
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, self._peak_memory(), *waited]
         rows = self._gather(torch.tensor(mine, dtype=torch.float64, device=self.device))
@@ -341,7 +343,7 @@ class Session:
 
     def _make_collectives(self) -> DistributedCollectives:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedCollectives(ranks, self.device)
+        return DistributedCollectives(ranks, self.rank, self.device)
 
     def _choose_ce_chunk(self) -> int:
         """Tokens a chunk of the output layer: a slice's, halved until a chunk takes a fiftieth of the free memory.

@@ -27,4 +27,5 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "model.vocab_size=400",
         "data.sequence_length=64",
         "train.global_batch=2",
+        "train.micro_batch=1",
     ]

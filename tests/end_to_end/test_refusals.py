@@ -83,7 +83,7 @@ def test_malformed_yaml(text: str, place: str, remedy: str, told: Callable[..., 
     ("overrides", "line"),
     [
         (
-            ["pipeline.slices=3"],
+            ["data.sequence_length=512", "pipeline.slices=3"],
             "pipeline.slices = 3: sequence length 512 is not divisible by 3; use a divisor (2, 4, 8)",
         ),
         (
@@ -125,7 +125,7 @@ def tiny(tmp_path: Path) -> list[str]:
 
 @pytest.mark.usefixtures("first_of_two")
 def test_too_few_tokens(tiny: list[str], told: Callable[..., str]) -> None:
-    said = told(QUICKSTART, *tiny, "model.vocab_size=300")
+    said = told(QUICKSTART, *tiny, "model.vocab_size=300", "data.sequence_length=512", "train.global_batch=8")
     assert said.startswith(f"{tiny[0].replace('=', ' = ')}: ") and " tokens, needs at least 4097 " in said
     assert said.endswith("use a larger corpus or lower train.global_batch or data.sequence_length")
 

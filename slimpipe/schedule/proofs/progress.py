@@ -5,20 +5,17 @@ Sends do not block here. `replay_in_order` asks the harder question, under NCCL'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.collectives import Collective, poster
 from slimpipe.schedule.costs import equal_costs
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.flow import Flow, Stuck
 from slimpipe.schedule.gatherings import Gatherings
-from slimpipe.schedule.loans import Exchange, Loan
+from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.meetings import Meetings
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.simulate import base_rules
-from slimpipe.schedule.slot_times import Stay
-from slimpipe.schedule.slots import Kind
+from slimpipe.schedule.slot_times import InEqualTime
 from slimpipe.schedule.transfers import Tensor, ends
 from slimpipe.schedule.wire import Wires
 
@@ -26,17 +23,10 @@ from slimpipe.schedule.wire import Wires
 def prove_progress(plan: Plan, exchange: Exchange | None = None) -> None:
     """Raises PlanError at the lowest stuck rank's action, and says what every stuck rank waits for."""
     meetings = Meetings(plan.shape.p, None)
-    gatherings = Gatherings(exchange, AtOnce()) if exchange is not None else None
+    gatherings = Gatherings(exchange, InEqualTime(0.0)) if exchange is not None else None
     stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), meetings, gatherings)).run()
     if stuck:
         raise _deadlock(plan, stuck, meetings)
-
-
-class AtOnce:
-    """Slots of loans that take no time."""
-
-    def of(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, Stay]:
-        return dict.fromkeys(pasts, Stay(0.0, 0.0))
 
 
 def _deadlock(plan: Plan, stuck: list[Stuck], meetings: Meetings) -> PlanError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,9 @@ def train(
         check_world(settings, int(os.environ.get("WORLD_SIZE", "1")), ["train", str(config), *changes])
         check_output(settings)
 
+    # As `python -m` does: a model of one's own lies in the folder that training is started from.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     from slimpipe.data import DataError
     from slimpipe.train.main import train as run
 

@@ -303,7 +303,7 @@ def test_python_m_slimpipe_tells_one_line() -> None:
     result = python("-m", "slimpipe", "train", "configs/quickstart.yaml", "pipeline.slices=7")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "pipeline.slices = 7: sequence length 512 is not divisible by 7; use a divisor (4, 8, 16)\n"
+        "pipeline.slices = 7: sequence length 256 is not divisible by 7; use a divisor (4, 8, 16)\n"
     )
 
 

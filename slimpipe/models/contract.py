@@ -66,16 +66,32 @@ def build_model(config: Config) -> nn.Module:
     Raises ValueError, naming `model.name`, where it cannot be found or breaks the contract.
     """
     name = config.model.name
+    make = _model_class(name)
+    if not (isinstance(make, type) and issubclass(make, nn.Module)):
+        raise ValueError(f"model.name = {name}: not a class of torch.nn.Module; see slimpipe/models/contract.py")
     with torch.device("meta"):
-        model = _model_class(name)(config)
+        model: Any = make(config)
     for attribute in ("embedding", "layers", "head"):
         if not isinstance(getattr(model, attribute, None), nn.Module):
             raise ValueError(
                 f"model.name = {name}: the model has no module `{attribute}`; see slimpipe/models/contract.py"
             )
+    table = (config.model.vocab_size, config.model.hidden_size)
     for attribute in ("embedding", "head"):
-        if not isinstance(getattr(getattr(model, attribute), "weight", None), nn.Parameter):
-            raise ValueError(f"model.name = {name}: `{attribute}` has no parameter `weight` of shape [vocab, hidden]")
+        weight = getattr(getattr(model, attribute), "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.shape != table:
+            shape = f"; its shape is {list(weight.shape)}" if isinstance(weight, nn.Parameter) else ""
+            raise ValueError(
+                f"model.name = {name}: `{attribute}` has no parameter `weight` of shape {list(table)}, [vocab, "
+                f"hidden]{shape}"
+            )
+    for buffer, _ in model.named_buffers():
+        raise ValueError(
+            f"model.name = {name}: the model has a buffer `{buffer}`, whose values are lost on the meta device; "
+            "make it in forward, through slice.memo"
+        )
+    if not isinstance(model.layers, nn.ModuleList):
+        raise ValueError(f"model.name = {name}: `layers` is no torch.nn.ModuleList")
     if len(model.layers) != config.model.layers:
         raise ValueError(
             f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree"
@@ -83,7 +99,7 @@ def build_model(config: Config) -> nn.Module:
     return model
 
 
-def _model_class(name: str) -> Callable[[Config], Any]:
+def _model_class(name: str) -> Any:
     if name == "llama":
         from slimpipe.models.llama import Llama
 

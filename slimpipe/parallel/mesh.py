@@ -54,7 +54,8 @@ def prepare_process(config: Config) -> None:
 def start_processes(config: Config) -> Processes:
     """Joins the job that torchrun describes in the environment; alone if there is none.
 
-    Collective operations wait at most twice the watchdog's time, so that the watchdog speaks first.
+    Collective operations wait at most twice the watchdog's time and at least a minute: the watchdog speaks first, and a
+    short one does not cut the start-up short.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = pick_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -68,7 +69,7 @@ def start_processes(config: Config) -> Processes:
         store=store,
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=2 * config.train.watchdog_seconds),
+        timeout=timedelta(seconds=max(60.0, 2 * config.train.watchdog_seconds)),
     )
     return Processes(rank, world, device, store)
 

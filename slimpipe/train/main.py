@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import shutil
@@ -16,14 +17,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
+from slimpipe.kernels.attention import select_backend
 from slimpipe.models.contract import build_model
-from slimpipe.parallel.mesh import Processes, prepare_process, start_processes
+from slimpipe.parallel.mesh import Processes, pick_device, prepare_process, start_processes
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train import checkpoint
 from slimpipe.train.display import make_display
 from slimpipe.train.metrics import MetricsFile
-from slimpipe.train.session import Session
+from slimpipe.train.session import DTYPES, Session
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -39,7 +41,7 @@ def train(config: Config) -> None:
     others: a process that unwinds slowly would leave them waiting for it.
     """
     _write_whole_lines()
-    build_model(config)
+    _try_what_can_fail(config)
     prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir).expanduser(), _leads())
     sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
     sampler.require(config.train.global_batch)
@@ -122,6 +124,15 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
         print(f"checkpoint: {where}", flush=True)
 
 
+def _try_what_can_fail(config: Config) -> None:
+    """Raises ValueError, naming the key, for what would fail on every rank once the group has started."""
+    build_model(config)
+    device = pick_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
+    select_backend(config.train.attention, device, DTYPES[config.train.dtype], config.train.deterministic)
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'")
+
+
 def describe(config: Config, session: Session) -> str:
     """The lines shown before the first step: layout, placement of layers, schedule."""
     shape = session.shape
@@ -136,6 +147,9 @@ def describe(config: Config, session: Session) -> str:
             f"microbatches {shape.m}; {session.device.type}, {config.train.dtype}, "
             f"attention {session.engine.backend.name}",
             f"layers by stage: {counts}{uneven}",
+            f"vocabulary {'over all ranks' if config.vocab_parallel else 'whole'}, {session.ce_chunk} tokens a chunk; "
+            f"exchange {config.pipeline.exchange}"
+            + (f", {len(session.exchange.loans)} loans a step" if session.exchange is not None else ""),
             f"tokens a step: {config.train.global_batch * config.data.sequence_length:,}; "
             f"parameters on rank 0: {parameters:,}; peak units on rank 0: {max(session.engine.slots.capacity)} a chunk",
         ]

@@ -31,8 +31,6 @@ class MetricsFile:
 
 
 def _event_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"))

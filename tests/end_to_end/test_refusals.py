@@ -155,10 +155,13 @@ def test_no_such_corpus(told: Callable[..., str], tmp_path: Path) -> None:
         ("no_such_package.model:Model", "No module named 'no_such_package'; use llama or an importable"),
         (f"{MODELS}:NoSuchModel", "has no attribute 'NoSuchModel'; use llama or an importable"),
         (f"{MODELS}:WithoutHead", "the model has no module `head`; see slimpipe/models/contract.py"),
-        (f"{MODELS}:WithoutOutputWeight", "`head` has no parameter `weight` of shape [vocab, hidden]"),
+        (f"{MODELS}:WithoutOutputWeight", "`head` has no parameter `weight` of shape ["),
+        (f"{MODELS}:WithAnotherVocabulary", "[vocab, hidden]; its shape is [7, "),
+        (f"{MODELS}:WithABuffer", "the model has a buffer `scale`, whose values are lost"),
+        (f"{MODELS}:misbehave", "not a class of torch.nn.Module"),
         ("a.path/to:Model", "unknown model; must be llama or package.module:Class"),
     ],
-    ids=["no module", "no class", "no head", "no output weight", "no name"],
+    ids=["no module", "no class", "no head", "no output weight", "odd vocabulary", "buffer", "function", "no name"],
 )
 def test_a_model_that_is_not_there_or_breaks_the_contract(
     name: str, reason: str, small: list[str], told: Callable[..., str]

@@ -61,6 +61,20 @@ class WithoutOutputWeight(Llama):
         self.head = nn.LayerNorm(config.model.hidden_size, elementwise_affine=False)
 
 
+class WithAnotherVocabulary(Llama):
+    """Trained without a word, with a loss that means nothing, before shapes were checked."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.head.weight = nn.Parameter(self.head.weight.new_empty(7, config.model.hidden_size))
+
+
+class WithABuffer(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("scale", Tensor([1.0]))
+
+
 class OneLayerShort(Llama):
     def __init__(self, config: Config) -> None:
         super().__init__(config)

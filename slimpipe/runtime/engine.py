@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.exchange import Range, subtract
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.slice_context import SliceContext
@@ -243,6 +244,13 @@ class Engine:
         """Where the unit's keys, values and past lie in its chunk's slots."""
         found = self.slots.places[unit]
         return SlicePlace(found.slot, found.past, last=unit.slice == self.shape.n - 1)
+
+    def past_ranges(self, action: Action) -> tuple[list[Range], int]:
+        """(positions of its past that a forward's or backward's rank computes itself, number of ranges it lends)."""
+        lent = [] if self.loans is None else self.loans.lent_ranges(action)
+        tokens = self.slice_tokens
+        past = [(start * tokens, stop * tokens) for start, stop in self.place(action.unit).past]
+        return subtract(past, lent), len(lent)
 
     def context(
         self, chunk: int, index: int, place: SlicePlace, device: torch.device, exchanges: Exchanges | None = None

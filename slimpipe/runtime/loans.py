@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.runtime.clock import Clock
-from slimpipe.runtime.exchange import Buffers, ExchangeTraffic, Helped, Kept, LayerExchange, Lent, Shapes
+from slimpipe.runtime.exchange import Buffers, ExchangeTraffic, Helped, Kept, LayerExchange, Lent, Range, Shapes
 from slimpipe.schedule import Action, Exchange, Loan
 
 
@@ -46,6 +46,14 @@ class Loans:
             self.shapes,
             (lent or helped)[0].slot.kind,
         )
+
+    def lent_ranges(self, action: Action) -> list[Range]:
+        """What the rank lends in an action."""
+        return [loan.range for loan in self.plan.lent_in(self._rank, action)]
+
+    def helped_lengths(self, action: Action) -> set[int]:
+        """Tokens of each range with which the rank helps in an action."""
+        return {loan.tokens for loan in self.plan.helped_in(self._rank, action)}
 
     def warm_up(self, query: torch.Size, keys: Tensor) -> None:
         """Learns the shapes of a layer's attention; then each pair of ranks with a loan meets once, in one order.

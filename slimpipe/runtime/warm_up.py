@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from slimpipe.kernels.fuse import upcast
+from slimpipe.kernels.merge import merge
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
 from slimpipe.runtime.stage import Stage
@@ -41,8 +43,10 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
             out = stage.blocks[0](x, context)
             query_shape = context.query_shape
             graphs.append((get_gradient_edge(out), torch.randn_like(out)))
-            # The output takes the place of the next block's input, so it counts once a layer.
-            largest = max(largest, (_allocated(device) - before) * len(stage.blocks)) if index else largest
+            # The output takes the place of the next block's input, so it counts once a layer. The first slice's block
+            # takes the slots' memory too: it counts only where there is no other.
+            if index or engine.shape.n == 1:
+                largest = max(largest, (_allocated(device) - before) * len(stage.blocks))
         while graphs:
             edge, gradient = graphs.pop()
             torch.autograd.backward((edge,), (gradient,))
@@ -50,15 +54,39 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
         first = engine.layer_slots[chunk][stage.layers[0]]
         for slots in engine.layer_slots[chunk].values():
             slots.allocate_like(first)
+    some = next(iter(engine.layer_slots[0].values()))
+    assert some.k is not None and query_shape is not None
     if engine.loans is not None:
         engine.progress.now("warming up the exchange")
-        some = next(iter(engine.layer_slots[0].values()))
-        assert some.k is not None and query_shape is not None
         engine.loans.warm_up(query_shape, some.k)
+    _attention(engine, query_shape, some.k)
     if engine.vocabulary is not None:
         engine.progress.now("warming up the vocabulary passes")
         engine.vocabulary.warm_up(micro_batch, engine.slice_tokens)
     return largest
+
+
+def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
+    """Attention to pasts of every other length that a step has (two ranges, lent ranges and what they leave), and
+    merges of every number of parts: each length is a kernel of its own to cuDNN, each number to the compiler."""
+    lengths: set[int] = set()
+    counts: set[int] = set()
+    for action in engine.actions:
+        if action.op.is_compute:
+            own, lent = engine.past_ranges(action)
+            lengths |= {stop - start for start, stop in own}
+            counts.add(1 + len(own) + lent)
+        if engine.loans is not None and (action.op.is_compute or action.op.is_help):
+            lengths |= engine.loans.helped_lengths(action)
+    q = torch.zeros(query, dtype=keys.dtype, device=keys.device)
+    rehearsed = {index * engine.slice_tokens for index in range(1, engine.shape.n)}
+    for length in sorted(lengths - rehearsed):
+        k = torch.zeros(query[0], length, *keys.shape[2:], dtype=keys.dtype, device=keys.device)
+        out, lse = engine.backend.forward(q, k, k, causal=False)
+        engine.backend.backward(q, q, k, k, out, lse, causal=False)
+    lse = torch.zeros(query[0], query[2], query[1], dtype=upcast(keys[:0]).dtype, device=keys.device)
+    for count in sorted(counts):
+        merge([q] * count, [lse] * count)
 
 
 def _allocated(device: torch.device) -> int:

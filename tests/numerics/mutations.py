@@ -115,16 +115,16 @@ def accumulated_parts_are_rounded_to_bfloat16() -> contextlib.AbstractContextMan
 def backwards_in_ascending_order() -> contextlib.AbstractContextManager[Any]:
     """A plan that the checker refuses, run unchecked."""
 
-    def unchecked(config: Any) -> Plan:
+    def unchecked(config: Any) -> tuple[Plan, None]:
         plan = build(config.pipeline.schedule, config.shape)
         turn = {unit: replace(unit, slice=config.shape.n - 1 - unit.slice) for unit in _units(plan)}
         ranks = tuple(
             tuple(replace(a, unit=turn[a.unit]) if a.op is Op.BACKWARD else a for a in actions)
             for actions in plan.ranks
         )
-        return lower(replace(plan, ranks=ranks))
+        return lower(replace(plan, ranks=ranks)), None
 
-    return mock.patch.object(session_module, "make_plan", unchecked)
+    return mock.patch.object(session_module, "make_plans", unchecked)
 
 
 def _units(plan: Plan) -> set[Unit]:

@@ -41,8 +41,11 @@ from slimpipe.schedule import (
     sliced_costs,
     to_csv,
 )
+from slimpipe.schedule.balance import balance
 from slimpipe.schedule.collectives import PASSES, awaited_by, chunk_of, posted_by
+from slimpipe.schedule.exchange import add_exchange
 from slimpipe.schedule.in_phase import slot_spans
+from slimpipe.schedule.loans import Mode
 from slimpipe.schedule.meetings import Meetings
 from slimpipe.schedule.orders.slimpipe import slice_group
 from slimpipe.schedule.simulate import base_rules
@@ -50,6 +53,7 @@ from slimpipe.schedule.slack import halfway, latest
 from slimpipe.schedule.slots import slots_of
 from slimpipe.schedule.transfers import input_of, output_of
 from slimpipe.schedule.wire import Wires
+from slimpipe.schedule.work import sliced_work
 from tests.schedule.shapes import Case, cases, slimpipe_shapes, supported_cases
 from tests.schedule.test_check import Tokens, after, drop, edited, move, refused, replaced, swap
 
@@ -300,6 +304,20 @@ def test_passes_in_phase_do_not_cross_meetings_in_slots() -> None:
     costs = sliced_costs(8, 0.8)
     assert meet_in_slots(add_vocabulary(plan, costs))
     assert not meet_in_slots(add_vocabulary(plan, costs, slots_of(plan)))
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "balanced"])
+def test_passes_go_with_exchange(mode: Mode) -> None:
+    """Ranks bound by loans, and helpers with nothing else to run: proved, and replayed with the loans' transfers."""
+    helped = 0
+    for _, shape in cases([2, 3, 4], [1, 2], [1, 4, 8], [1, 3], ["slimpipe"]):
+        bare = build("slimpipe", shape)
+        exchange = balance(bare, mode, sliced_work(shape.n, 0.8, 4), 1, 4)
+        plan = lower(add_vocabulary(add_exchange(bare, exchange)), lookahead=0)
+        assert check(plan, exchange).logits == (1,) * shape.p
+        replay_in_order(plan, send_window=4, exchange=exchange)
+        helped += plan.has_help
+    assert (helped > 0) == (mode == "balanced")
 
 
 def test_places_are_chosen_by_costs() -> None:

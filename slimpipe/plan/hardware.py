@@ -130,4 +130,4 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _rate(values: dict[str, float]) -> Rate:
-    return Rate(values["latency_us"] * 1e-6, values["gb_per_s"] * 1e9)
+    return Rate(values["latency_us"] / 1e6, values["gb_per_s"] * 1e9)

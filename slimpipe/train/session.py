@@ -32,6 +32,7 @@ from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import (
     Exchange,
     Plan,
+    Work,
     add_exchange,
     add_vocabulary,
     balance,
@@ -82,7 +83,8 @@ def make_plans(config: Config) -> tuple[Plan, Exchange | None]:
         exchange = make_exchange(config, plan)
         plan = add_exchange(plan, exchange)
     if config.vocab_parallel:
-        plan = add_vocabulary(plan)
+        # Without exchange slices are unequal work, and the passes stand where that leaves room; with it, in phase.
+        plan = add_vocabulary(plan, _work(config).costs() if exchange is None else None)
     # With collectives or loans under way as well, receives posted ahead are one thing more that can wait for another:
     # on two H200 such a run did not get through its first steps, and without it did (docs/log.md, 2026-11-29).
     plan = lower(plan, lookahead=2 if exchange is None and not config.vocab_parallel else 0)
@@ -93,11 +95,16 @@ def make_plans(config: Config) -> tuple[Plan, Exchange | None]:
 
 def make_exchange(config: Config, plan: Plan) -> Exchange:
     """The loans of a plan of forwards and backwards, balanced by the operations of GEMMs and attention."""
-    tokens = config.data.sequence_length // config.shape.n
+    work = _work(config)
+    granule = config.pipeline.exchange_granule or default_granule(work.slice_tokens)
+    return balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens)
+
+
+def _work(config: Config) -> Work:
+    """What a slice's forward and backward take, by operations: GEMMs and attention are taken to be equally fast."""
     gemm, attention = layer_flops_per_token(config.model, config.data.sequence_length)
-    work = sliced_work(config.shape.n, attention / (gemm + attention), tokens)
-    granule = config.pipeline.exchange_granule or default_granule(tokens)
-    return balance(plan, config.pipeline.exchange, work, granule, tokens)
+    tokens = config.data.sequence_length // config.shape.n
+    return sliced_work(config.shape.n, attention / (gemm + attention), tokens)
 
 
 def send_window(plan: Plan) -> int:

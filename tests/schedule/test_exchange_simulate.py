@@ -48,7 +48,7 @@ from slimpipe.schedule import (
 from slimpipe.schedule.cheapest import Cheapest
 from slimpipe.schedule.exchange_report import balances
 from slimpipe.schedule.loan_cost import loan_time
-from slimpipe.schedule.moves import Fill
+from slimpipe.schedule.moves import Fill, balanced_moves, idle_more
 from slimpipe.schedule.slot_times import Stay
 from tests.schedule.shapes import slimpipe_shapes
 
@@ -189,15 +189,16 @@ def test_agrees_with_slots_walked_in_order(shape: Shape, mode: Mode) -> None:
 
 
 def test_waiting_for_partners_is_idle_time() -> None:
-    """p = 2, n = 2, m = 1, lent whole slices: in the F slot of tick 2 rank 0 helps with all of slice 1's past."""
+    """p = 2, n = 2, m = 1. Rank 0, with no unit of its own there, takes half of slice 1's past in rank 1's F and B."""
     work = Work(Load(1.0, 1.0, 2.0 / SLICE), Load(2.0, 2.0, 4.0 / SLICE), SLICE)
     plan = build("slimpipe", Shape(p=2, n=2, m=1))
-    exchange = balance(plan, "balanced", work, SLICE, SLICE)
-    assert [str(loan.slot) for loan in exchange.loans] == ["F slot of tick 2", "B slot of tick 2", "B slot of tick 4"][
-        :2
-    ] or True
+    unit, slots = Unit(0, 1, 0), slots_of(plan)
+    loans = [Loan(slots.slot(1, kind, unit), 1, unit, 0, 0, SLICE // 2) for kind in ("F", "B")]
+    exchange = Exchange("balanced", slots, SLICE, 128, lambda: loans)
     timeline = simulate(add_exchange(plan, exchange), work.costs(), gatherings=Gatherings(exchange, Together(work)))
-    assert timeline.waited[0] >= 0
+    assert [str(span.action) for span in timeline.spans[0]][2:4] == ["XF0.1@0<1", "XB0.1@0<1"]
+    # Rank 1 has 2 + 1 in F and 4 + 2 in B; rank 0 is held as long, and works for 1 and 2.
+    assert timeline.waited == (pytest.approx(2 + 4), pytest.approx(0))
     assert sum(timeline.idle) == pytest.approx(2 * timeline.makespan - 2 * (2 + 4 + 4 + 8))
 
 
@@ -290,13 +291,10 @@ def test_transfers_of_a_batch_share_a_ranks_links() -> None:
 
 
 def test_loans_first_hides_the_way_back() -> None:
-    """The helper's result travels while both attend to their own pasts; otherwise the owner waits for it."""
-    network = Network(Rate(0.0, 4.0), Rate(0.0, 4.0), 8)
+    """The result travels, 2 a layer, while both attend to their own pasts; otherwise the owner waits for it."""
+    sizes, network = LoanBytes(kv_token=0, query=1, lse=7), Network(Rate(0.0, 4.0), Rate(0.0, 4.0), 8)
     pasts, loans = {0: 20, 1: 10}, [lend("F", 0, 1, 20)]
-    first, last = (
-        slot_times(network, loans_first)["of"] if False else slot_times(network, loans_first).of("F", pasts, loans)
-        for loans_first in (True, False)
-    )
+    first, last = (LayerByLayer(WORK, 3, 0.25, sizes, network, order).of("F", pasts, loans) for order in (True, False))
     balanced = 6 + 1 + 60
     assert first[0].until == pytest.approx(balanced)
     assert last[0].until == pytest.approx(balanced + 3 * 2.0)
@@ -320,8 +318,6 @@ def test_the_cheapest_loans_are_chosen(bandwidth: float) -> None:
     cheapest = Cheapest(WORK, 1, times, passes, "attention", 2)
     made = 0
     for pasts in ((40, 36, 32, 28), (40, 0, 4, 60), (None, None, 40, 36), (8, None, None, None), (None, 0, None, None)):
-        from slimpipe.schedule.moves import balanced_moves, idle_more
-
         moves = cheapest.moves("F", pasts)
         reached = cheapest.slot_time("F", pasts, moves)
         every = balanced_moves(pasts, idle_more(WORK, "F", "attention", 1), 2)
@@ -363,5 +359,6 @@ def test_by_layers_an_idle_rank_fills_by_attention() -> None:
         for name, times in (("slots", Together(work)), ("layers", by_layer)):
             timeline = simulate(add_exchange(plan, exchange), work.costs(), gatherings=Gatherings(exchange, times))
             idle[name, fill] = timeline.bubble_fraction
-    assert idle["slots", "time"] < idle["slots", "attention"] <= idle["layers", "attention"] < idle["layers", "time"]
+    assert idle["slots", "time"] < idle["slots", "attention"] < idle["layers", "time"]
+    assert idle["layers", "attention"] == pytest.approx(idle["slots", "attention"])
     assert best_granularity(slots_of(plan), work, by_layer, None, 2).fill == "attention"

@@ -1,0 +1,118 @@
+"""Hardware profiles: what they say, what follows for a model, and what is wrong with a broken one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimpipe.config import load_config
+from slimpipe.plan.exchange import ExchangeSetting
+from slimpipe.plan.flops import layer_flops_per_token
+from slimpipe.plan.hardware import before_attention, load_hardware, loan_bytes
+from slimpipe.schedule import LinkCost, PlanError, Rate, Shape, build
+
+ROOT = Path(__file__).parents[1]
+H200 = ROOT / "configs/hardware/h200_facts.yaml"
+MODEL = load_config(ROOT / "configs/llama_16l.yaml").model
+
+
+def test_profile_reads_as_written() -> None:
+    profile = load_hardware(H200)
+    assert profile.name == "H200"
+    assert (profile.gemm, profile.forward, profile.backward) == (680e12, 590e12, 535e12)
+    assert (profile.own_forward, profile.own_backward) == (483e12, 425e12)
+    assert profile.network.rate(0, 7) == Rate(25e-6, 370e9)
+    assert profile.network.rate(7, 8) == Rate(25e-6, 50e9)
+    for path in (ROOT / "configs/hardware").glob("*.yaml"):
+        load_hardware(path)
+
+
+def test_work_of_a_model() -> None:
+    """8 layers, slices of 4096 tokens of 65536, against the count of operations that MFU uses."""
+    profile, n = load_hardware(H200), 16
+    same = replace(profile, own_forward=profile.forward, own_backward=profile.backward)
+    work = same.work(MODEL, layers=8, slice_tokens=4096)
+    gemm, attention = layer_flops_per_token(MODEL, 65536)
+    assert work.forward.dense == pytest.approx(8 * 4096 * gemm / 680e12)
+    assert work.backward.dense == pytest.approx(2 * work.forward.dense)
+    # A token meets (S + 1) / 2 keys there, and half of its own slice here.
+    mean = work.mean_forward(n) - work.forward.dense
+    assert mean == pytest.approx(8 * 4096 * attention / 590e12, rel=1e-4)
+    assert work.backward.token / work.forward.token == pytest.approx(2.5 * 590 / 535)
+    # A whole slice of past at FACTS section 2's rate: 4 x 4096 x 4096 x 32 x 128 operations.
+    assert 4096 * work.forward.token / 8 == pytest.approx(4 * 4096**2 * 4096 / 590e12)
+    shared = work.with_attention_share(n, 0.8)
+    assert shared.mean_forward(n) == pytest.approx(work.mean_forward(n))
+    assert shared.forward.dense == pytest.approx(0.2 * work.mean_forward(n))
+    assert shared.backward.dense == pytest.approx(2 * shared.forward.dense)
+
+
+def test_sizes_of_a_model() -> None:
+    """GQA with 8 of 32 heads of 128: K and V of a token are 4 KiB in bf16, a slice's query 8 KiB a token."""
+    sizes = loan_bytes(MODEL, 4096)
+    assert (sizes.kv_token, sizes.query, sizes.lse) == (4096, 4096 * 8192, 4 * 4096 * 32)
+    assert before_attention(MODEL) == pytest.approx((4096 + 2048) / (2 * 4096 + 2048 + 3 * 14336))
+    profile = load_hardware(H200)
+    assert profile.link(MODEL, 8, 4096) == LinkCost(25e-6, 370e9, 4096 * 8192)
+    assert profile.link(MODEL, 16, 4096).bandwidth == 50e9
+
+
+def test_setting_refusals() -> None:
+    profile = load_hardware(H200)
+    with pytest.raises(PlanError, match=r"--sequence = 1000: not divisible by --slices = 16"):
+        ExchangeSetting.on_hardware(profile, MODEL, Shape(2, 1, 16, 1), 1000, None)
+    with pytest.raises(PlanError, match="pipeline.exchange needs stages of equally many layers"):
+        ExchangeSetting.on_hardware(profile, MODEL, Shape(3, 1, 16, 1), 65536, None)
+
+
+def test_slow_links_take_their_toll() -> None:
+    shape = Shape(2, 1, 16, 2)
+    plan = build("slimpipe", shape)
+    profile = load_hardware(H200)
+    found = []
+    for bandwidth in (370e9, 100e9, 20e9):
+        network = replace(profile.network, inside=Rate(25e-6, bandwidth))
+        setting = ExchangeSetting.on_hardware(replace(profile, network=network), MODEL, shape, 131072, None)
+        found.append(len(setting.exchange(plan, "balanced").loans))
+        assert setting.exchange(plan, "off").loans == ()
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 50 > 10 > found[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"gemm_tflops": None}, "gemm_tflops is missing"),
+        ({"gemm": 1}, "gemm: unknown key; known are name, ranks_per_node"),
+        ({"gemm_tflops": "fast"}, "gemm_tflops = 'fast': must be a number > 0"),
+        ({"gemm_tflops": 0}, "gemm_tflops = 0: must be a number > 0"),
+        ({"gemm_tflops": True}, "gemm_tflops = True: must be a number > 0"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node = 1.5: must be a whole number > 0"),
+        ({"name": 7}, "name = 7: must be a word"),
+        ({"inside": 370}, "inside: must be a mapping of the keys latency_us, gb_per_s"),
+        ({"inside": {"latency_us": -1, "gb_per_s": 1}}, "inside: latency_us = -1: must be a number >= 0"),
+        ({"attention_tflops": {"forward": 1}}, "attention_tflops: backward is missing"),
+    ],
+)
+def test_broken_profiles_are_refused(tmp_path: Path, change: dict[str, object], line: str) -> None:
+    values = yaml.safe_load(H200.read_text()) | change
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
+    with pytest.raises(PlanError) as error:
+        load_hardware(path)
+    assert f"{path}: {line}" in str(error.value)
+
+
+def test_unreadable_profiles_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        load_hardware(tmp_path / "none.yaml")
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: [")
+    with pytest.raises(PlanError, match="not a YAML text"):
+        load_hardware(path)
+    path.write_text("- 1\n")
+    with pytest.raises(PlanError, match="must be a mapping of the keys name, "):
+        load_hardware(path)

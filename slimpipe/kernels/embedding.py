@@ -14,12 +14,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, weight)
+        ctx.acc = main_grad(weight)
         return weight[tokens]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weight = ctx.saved_tensors
-        acc = main_grad(weight)
+        acc = ctx.acc
         target = torch.zeros_like(weight) if acc is None else acc
         target.index_add_(0, tokens.flatten(), g.flatten(0, -2).to(target.dtype))
         return None, target if acc is None else None

@@ -50,6 +50,11 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
     return Fused(function)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision that sums over values of `dtype` are taken in: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """x in the precision that sums are taken in: fp32, or fp64 where x is fp64."""
-    return x if x.dtype == torch.float64 else x.float()
+    """x in the precision that sums are taken in."""
+    return x.to(wide(x.dtype))

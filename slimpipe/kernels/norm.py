@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.fuse import fused, upcast
-from slimpipe.kernels.weight_grad import matrix_gradient, vector_gradient
+from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
 
 
 @fused
@@ -44,13 +44,14 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, rstd = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
+        ctx.acc = main_grad(weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
         dx, dweight = rms_norm_backward(g, x, rstd, weight)
-        return dx, vector_gradient(weight, dweight), None
+        return dx, vector_gradient(ctx.acc, dweight, weight.dtype), None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -58,6 +59,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, keep: bool) -> Tensor:
         y, rstd = rms_norm_forward(x, norm_weight, eps)
         ctx.save_for_backward(x, rstd, norm_weight, weight, y if keep else None)
+        ctx.norm_acc, ctx.acc = main_grad(norm_weight), main_grad(weight)
         return y @ weight.T
 
     @staticmethod
@@ -65,10 +67,10 @@ class _NormLinear(torch.autograd.Function):
         x, rstd, norm_weight, weight, y = ctx.saved_tensors
         if y is None:
             y = rms_norm_again(x, rstd, norm_weight)
-        dw = matrix_gradient(weight, g, y)
+        dw = matrix_gradient(ctx.acc, g, y)
         del y
         dx, dnorm = rms_norm_backward(g @ weight, x, rstd, norm_weight)
-        return dx, vector_gradient(norm_weight, dnorm), dw, None, None
+        return dx, vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype), dw, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.fuse import fused, upcast
-from slimpipe.kernels.weight_grad import matrix_gradient
+from slimpipe.kernels.weight_grad import main_grad, matrix_gradient
 
 
 @fused
@@ -37,6 +37,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, keep: bool) -> Tensor:
         product = swiglu_forward(gate_up)
         ctx.save_for_backward(gate_up, weight, product if keep else None)
+        ctx.acc = main_grad(weight)
         return product @ weight.T
 
     @staticmethod
@@ -44,7 +45,7 @@ class _SwiGLULinear(torch.autograd.Function):
         gate_up, weight, product = ctx.saved_tensors
         if product is None:
             product = swiglu_forward(gate_up)
-        dw = matrix_gradient(weight, g, product)
+        dw = matrix_gradient(ctx.acc, g, product)
         del product
         return swiglu_backward(g @ weight, gate_up), dw, None
 

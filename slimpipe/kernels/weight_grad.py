@@ -29,20 +29,22 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
         acc.addmm_(a.T.to(acc.dtype), b.to(acc.dtype))
 
 
-def matrix_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
-    """Gradient of W [out, in] from y = x W^T: g [.., out]^T @ x [.., in]; None once added into `main_grad`."""
+def matrix_gradient(acc: Tensor | None, g: Tensor, x: Tensor) -> Tensor | None:
+    """Gradient of W [out, in] from y = x W^T: g [.., out]^T @ x [.., in]; None once added into `acc`.
+
+    `acc` is the weight's `main_grad` as the forward saw it: what a saved-tensor hook gives back in the backward may be
+    another object, without the attribute.
+    """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-    acc = main_grad(weight)
     if acc is None:
         return g.T @ x
     add_matmul(acc, g, x)
     return None
 
 
-def vector_gradient(parameter: Tensor, grad: Tensor) -> Tensor | None:
-    """Adds a gradient that is already reduced to the parameter's shape; None once added into `main_grad`."""
-    acc = main_grad(parameter)
+def vector_gradient(acc: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A gradient already reduced to its parameter's shape, in the parameter's `dtype`; None once added into `acc`."""
     if acc is None:
-        return grad.to(parameter.dtype)
+        return grad.to(dtype)
     acc.add_(grad)
     return None

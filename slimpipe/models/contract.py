@@ -1,6 +1,6 @@
 """What a model must be to run in the pipeline, and what its blocks are given (DESIGN.md section 9).
 
-A model is a `torch.nn.Module` built from `ModelSettings`, with three attributes:
+A model is a `torch.nn.Module` built from the whole `Config`, with three attributes:
 
 - `embedding`: a module, tokens [b, s] -> x [b, s, H], with a parameter `weight` [V, H];
 - `layers`: a ModuleList of blocks, each `forward(x, slice) -> x`, [b, s, H];
@@ -35,7 +35,7 @@ class Slice(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention over the whole prefix, this slice included.
+        """Causal attention over the whole prefix, this slice included. A block calls it once.
 
         `layer` is the block's index in the model; q [b, s, heads, d], k and v [b, s, kv_heads, d], after RoPE;
         returns [b, s, heads, d]. Softmax scale 1 / sqrt(d).
@@ -48,14 +48,14 @@ class Slice(Protocol):
 
 
 def initialise(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """First values of one parameter: the model's own `init_parameter(name, parameter, generator)` if it has one;
-    else ones for vectors (norm weights) and a normal distribution of deviation `std` for the rest."""
+    """First values of one parameter: the model's own `init_parameter(name, parameter, generator)` if it has one; else
+    zeros for biases, ones for other vectors (norm weights), a normal distribution of deviation `std` for the rest."""
     own: Any = getattr(module, "init_parameter", None)
     with torch.no_grad():
         if own is not None:
             own(name, parameter, generator)
         elif parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, std, generator=generator)
 
@@ -96,7 +96,29 @@ def build_model(config: Config) -> nn.Module:
         raise ValueError(
             f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree"
         )
+    _refuse_strays(name, model)
     return model
+
+
+def _refuse_strays(name: str, model: Any) -> None:
+    """Every parameter must belong to one part of the model, but for the tie that the contract knows: what two stages
+    share would be two copies with gradients of their own, and what lies outside no stage would hold."""
+    parts = [("embedding", model.embedding), *((f"layers.{i}", block) for i, block in enumerate(model.layers))]
+    owner: dict[nn.Parameter, str] = {}
+    for part, module in (*parts, ("head", model.head)):
+        for parameter in module.parameters():
+            first = owner.setdefault(parameter, part)
+            tie = parameter is model.embedding.weight and (first, part) == ("embedding", "head")
+            if first != part and not tie:
+                raise ValueError(
+                    f"model.name = {name}: {part} shares a weight with {first}; only head.weight and embedding.weight "
+                    "may be one"
+                )
+    for key, parameter in model.named_parameters():
+        if parameter not in owner:
+            raise ValueError(
+                f"model.name = {name}: parameter {key} is outside embedding, layers and head: no stage would hold it"
+            )
 
 
 def _model_class(name: str) -> Any:

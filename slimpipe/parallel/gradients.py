@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slimpipe.kernels.fuse import wide
+
 
 class GradientBuffer:
     """Gives every parameter `main_grad`, a view of one fp32 buffer (fp64 for fp64 parameters).
@@ -19,10 +21,9 @@ class GradientBuffer:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         first = next(iter(parameters.values()))
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         # Each view starts on a 16-byte boundary, which the GEMM's epilogue wants.
         sizes = [-(-parameter.numel() // 4) * 4 for parameter in parameters.values()]
-        self.buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+        self.buffer = torch.zeros(sum(sizes), dtype=wide(first.dtype), device=first.device)
         for parameter, part in zip(parameters.values(), self.buffer.split(sizes), strict=True):
             parameter.main_grad = part[: parameter.numel()].view_as(parameter)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_move_to_main_grad)

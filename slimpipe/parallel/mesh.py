@@ -46,9 +46,14 @@ def prepare_process(config: Config) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Each link has a group of its own, so that torch's serialising of a group's transfers is what is wanted.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    if torch.cuda.is_available():
+        # The merge has a specialisation for each number of parts, and an exchange over many ranks has many.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Every buffer here is written before it is read: filling it with NaN first would only cost time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def start_processes(config: Config) -> Processes:

@@ -20,7 +20,7 @@ def learning_rate(config: Config, step: int) -> float:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return optim.lr
-    span = max(1, config.train.steps - optim.warmup_steps)
+    span = max(1, config.train.steps - 1 - optim.warmup_steps)
     progress = min(1.0, (step - optim.warmup_steps) / span)
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -54,12 +54,13 @@ class MasterAdamW:
         self._take_memory()
 
     def _take_memory(self) -> None:
-        """Makes the moments now, by an update of nothing at rate 0: later they would take what the activations need."""
-        for parameter in self._parameters.values():
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        self.step(0.0)
-        for state in self._adamw.state.values():
-            state["step"].zero_()
+        """Makes the moments now, as AdamW would at its first step: later they would take what the activations need."""
+        for master in self.masters.values():
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
 
     @staticmethod
     def _master(parameter: nn.Parameter) -> nn.Parameter:

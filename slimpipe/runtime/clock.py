@@ -67,8 +67,10 @@ class HostClock:
     def busy(self, what: str) -> Iterator[None]:
         begin = time.perf_counter()
         self._inside = True
-        yield
-        self._inside = False
+        try:
+            yield
+        finally:
+            self._inside = False
         self._busy += time.perf_counter() - begin
 
     @contextmanager
@@ -108,9 +110,11 @@ class DeviceClock:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         self._inside = True
-        with self._between_events(what, self._sections):
-            yield
-        self._inside = False
+        try:
+            with self._between_events(what, self._sections):
+                yield
+        finally:
+            self._inside = False
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         return self._between_events(what, self._waits_inside if self._inside else self._waits)
@@ -137,7 +141,7 @@ class DeviceClock:
         return StepTime(total / 1e3, busy / 1e3, dict(waits))
 
     def unfinished(self) -> str | None:
-        for what, _, end in self._sections:
+        for what, _, end in self._sections + self._waits + self._waits_inside:
             if not end.query():
                 return what
         return None

@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
-from slimpipe.runtime.exchange import Range, subtract
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.slice_context import SliceContext
@@ -23,6 +22,7 @@ from slimpipe.runtime.transport import Receive, Transport
 from slimpipe.runtime.vocabulary import VocabularyPasses
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
+from slimpipe.schedule.lending import Range, without
 from slimpipe.schedule.transfers import kind_of, link_of
 
 FORWARD_ONLY = frozenset(
@@ -250,7 +250,7 @@ class Engine:
         lent = [] if self.loans is None else self.loans.lent_ranges(action)
         tokens = self.slice_tokens
         past = [(start * tokens, stop * tokens) for start, stop in self.place(action.unit).past]
-        return subtract(past, lent), len(lent)
+        return without(past, lent), len(lent)
 
     def context(
         self, chunk: int, index: int, place: SlicePlace, device: torch.device, exchanges: Exchanges | None = None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.kernels.fuse import wide
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.contact import contact_with
 from slimpipe.runtime.kv_slots import LayerSlots
@@ -174,6 +175,10 @@ class LayerExchange:
             self._keys_received.append(pair)
         self._keys = self._traffic.post(sends, receives)
 
+    def let_go(self) -> None:
+        """At a layer's end: this object lives until the unit's backward, its keys need not."""
+        self._keys, self._keys_received = None, []
+
     def keep_keys(self) -> None:
         """After their arrival in a forward: those that the backward will want are copied out of the buffer."""
         for helped, (k, v) in zip(self.helped, self._keys_received, strict=True):
@@ -192,9 +197,9 @@ class LayerExchange:
     def backward(self, owned: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _BackwardUnderWay:
         """Batch B: (q, out, lse, dout) go to the helpers, the owners' come here."""
         x = self._shapes
-        wide = (x.b, x.s, x.heads, x.d)
-        tensors = self._buffers.take("owner's", [wide] * 3 * len(self.helped), x.dtype, x.device)
-        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), lse_dtype(x.dtype), x.device)
+        of_a_slice = (x.b, x.s, x.heads, x.d)
+        tensors = self._buffers.take("owner's", [of_a_slice] * 3 * len(self.helped), x.dtype, x.device)
+        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), wide(x.dtype), x.device)
         receives: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, loan in enumerate(self.helped):
@@ -211,11 +216,6 @@ class LayerExchange:
                 for batch in batches:
                     if batch is not None:
                         batch.wait()
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """LSE's dtype beside tensors of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _ForwardUnderWay:
@@ -236,11 +236,12 @@ class _ForwardUnderWay:
             sends += [(out.contiguous(), loan.owner), (lse.contiguous(), loan.owner)]
         count = len(exchange.lent)
         outs = exchange._buffers.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype, x.device)
-        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, lse_dtype(x.dtype), x.device)
+        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, wide(x.dtype), x.device)
         receives: list[tuple[Tensor, int]] = []
         for lent, out, lse in zip(exchange.lent, outs, lses, strict=True):
             receives += [(out, lent.helper), (lse, lent.helper)]
         exchange._wait(exchange._traffic.post(sends, receives))
+        exchange.let_go()
         return list(zip(outs, lses, strict=True))
 
 
@@ -270,21 +271,8 @@ class _BackwardUnderWay:
         parts = exchange._buffers.take("gradients", shapes, x.dtype, x.device)
         helpers = [lent.helper for lent in exchange.lent for _ in range(3)]
         exchange._wait(exchange._traffic.post(sends, list(zip(parts, helpers, strict=True))))
+        exchange.let_go()
         return [
             (lent.range, *parts[3 * index : 3 * index + 3])  # type: ignore[misc]
             for index, lent in enumerate(exchange.lent)
         ]
-
-
-def subtract(ranges: Sequence[Range], lent: Sequence[Range]) -> list[Range]:
-    """What is left of `ranges` (ascending, disjoint) without `lent`, each of which lies inside one of them."""
-    left = []
-    for start, stop in ranges:
-        for a, b in sorted(lent):
-            if start <= a and b <= stop:
-                if start < a:
-                    left.append((start, a))
-                start = b
-        if start < stop:
-            left.append((start, stop))
-    return left

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.fuse import upcast
+from slimpipe.kernels.fuse import wide
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LayerSlots:
         length = self.slots * self.slice_tokens
         self.k, self.v = (x.new_empty((x.shape[0], length, *x.shape[2:])) for x in (k, v))
         if self._accumulate:
-            self.dk, self.dv = (torch.empty_like(x, dtype=upcast(x[:0]).dtype) for x in (self.k, self.v))
+            self.dk, self.dv = (torch.empty_like(x, dtype=wide(x.dtype)) for x in (self.k, self.v))
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of k and v for token positions start .. stop - 1 of the buffer."""

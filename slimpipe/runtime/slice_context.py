@@ -30,6 +30,7 @@ class SliceContext:
         self._place, self._slots, self._backend = place, slots, backend
         self._exchanges = exchanges or Exchanges()
         self.query_shape: torch.Size | None = None
+        self._attended: set[int] = set()
         self._first = min(slots)
         self._memo: dict[str, Any] = {}
 
@@ -39,6 +40,9 @@ class SliceContext:
             raise ValueError(
                 f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index"
             )
+        if layer in self._attended:
+            raise ValueError(f"slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys")
+        self._attended.add(layer)
         self.query_shape = q.shape
         return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
 
@@ -49,9 +53,12 @@ class SliceContext:
 
     def leave_layer(self, layer: int, x: Tensor) -> None:
         """Behind a block, with its output: in the backward its gradient is the first to come, and keys leave then."""
-        exchange = self._exchanges.backward
+        if self._exchanges.forward is not None and layer not in self._attended:
+            raise ValueError(f"layer {layer} did not call slice.attend, which pipeline.exchange needs; set it to off")
+        exchange, index, slots = self._exchanges.backward, layer - self._first, self._slots[layer]
         if exchange is not None and x.requires_grad:
-            x.register_hook(lambda gradient: exchange.send_keys(layer - self._first, self._slots[layer]))
+            # Binds no more than it needs: the hook lives as long as the unit's graph.
+            x.register_hook(lambda gradient: exchange.send_keys(index, slots))
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._memo:

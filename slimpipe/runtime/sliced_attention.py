@@ -17,8 +17,9 @@ from torch import Tensor
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.fuse import upcast
 from slimpipe.kernels.merge import merge
-from slimpipe.runtime.exchange import LayerExchange, Range, subtract
+from slimpipe.runtime.exchange import LayerExchange
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+from slimpipe.schedule.lending import Range, without
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Exchanges:
 def _own_ranges(slots: LayerSlots, place: SlicePlace, exchange: LayerExchange | None) -> list[Range]:
     """Positions of the past that this rank computes itself."""
     past = [slots.positions(*slot_range) for slot_range in place.past]
-    return past if exchange is None else subtract(past, [loan.range for loan in exchange.lent])
+    return past if exchange is None else without(past, [loan.range for loan in exchange.lent])
 
 
 class _SlicedAttention(torch.autograd.Function):

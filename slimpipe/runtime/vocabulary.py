@@ -293,7 +293,13 @@ def build_shards(
     The first values are those of the whole weight, of which the rank keeps its rows: the same in every layout.
     Padding is zero. Raises ValueError where the model's embedding is more than a table.
     """
-    if type(model.embedding) not in (Embedding, nn.Embedding):
+    plain = type(model.embedding) is Embedding or (
+        type(model.embedding) is nn.Embedding
+        and model.embedding.padding_idx is None
+        and model.embedding.max_norm is None
+        and not model.embedding.scale_grad_by_freq
+    )
+    if not plain:
         raise ValueError(
             f"pipeline.vocab_parallel = true: the model's embedding is a {type(model.embedding).__name__}, not a plain "
             "table that can be cut into rows; set pipeline.vocab_parallel: false"

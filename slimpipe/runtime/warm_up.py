@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from slimpipe.kernels.fuse import upcast
+from slimpipe.kernels.fuse import wide
 from slimpipe.kernels.merge import merge
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
@@ -32,10 +32,10 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
     largest = 0
     query_shape: torch.Size | None = None
     for chunk, stage in enumerate(engine.stages):
-        engine.progress.now(f"warming up chunk {chunk}")
         graphs = []
         before = 0
         for index in range(engine.shape.n):
+            engine.progress.now(f"warming up chunk {chunk}, slice {index}")
             place = SlicePlace(index, ((0, index),) if index else (), last=index == engine.shape.n - 1)
             context = engine.context(chunk, index, place, device)
             x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
@@ -69,24 +69,36 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
 def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
     """Attention to pasts of every other length that a step has (two ranges, lent ranges and what they leave), and
     merges of every number of parts: each length is a kernel of its own to cuDNN, each number to the compiler."""
-    lengths: set[int] = set()
+    if keys.device.type == "cpu":
+        return
+    own: set[tuple[int, int]] = set()
+    helped: set[int] = set()
     counts: set[int] = set()
     for action in engine.actions:
         if action.op.is_compute:
-            own, lent = engine.past_ranges(action)
-            lengths |= {stop - start for start, stop in own}
-            counts.add(1 + len(own) + lent)
+            ranges, lent = engine.past_ranges(action)
+            own |= {(action.unit.chunk, stop - start) for start, stop in ranges}
+            counts.add(1 + len(ranges) + lent)
         if engine.loans is not None and (action.op.is_compute or action.op.is_help):
-            lengths |= engine.loans.helped_lengths(action)
+            helped |= engine.loans.helped_lengths(action)
     q = torch.zeros(query, dtype=keys.dtype, device=keys.device)
-    rehearsed = {index * engine.slice_tokens for index in range(1, engine.shape.n)}
-    for length in sorted(lengths - rehearsed):
+    for chunk, length in sorted(own):
+        # Views of the real buffer: cuDNN's graphs are kept by strides too.
+        k, v = engine.layer_slots[chunk][engine.stages[chunk].layers[0]].read(0, length)
+        _there_and_back(engine, q, k, v)
+    for length in sorted(helped):
         k = torch.zeros(query[0], length, *keys.shape[2:], dtype=keys.dtype, device=keys.device)
-        out, lse = engine.backend.forward(q, k, k, causal=False)
-        engine.backend.backward(q, q, k, k, out, lse, causal=False)
-    lse = torch.zeros(query[0], query[2], query[1], dtype=upcast(keys[:0]).dtype, device=keys.device)
+        _there_and_back(engine, q, k, k.clone())
+    shape = (query[0], query[2], query[1])
     for count in sorted(counts):
-        merge([q] * count, [lse] * count)
+        # Tensors of their own: the compiler's code for one number of parts also depends on which are the same.
+        lses = [torch.zeros(shape, dtype=wide(keys.dtype), device=keys.device) for _ in range(count)]
+        merge([torch.zeros_like(q) for _ in range(count)], lses)
+
+
+def _there_and_back(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> None:
+    out, lse = engine.backend.forward(q, k, v, causal=False)
+    engine.backend.backward(torch.zeros_like(q), q, k, v, out, lse, causal=False)
 
 
 def _allocated(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from slimpipe.schedule.costs import Costs, LinkCost, VocabularyCosts, equal_cost
 from slimpipe.schedule.csv_io import from_csv, to_csv
 from slimpipe.schedule.draw import draw_svg
 from slimpipe.schedule.exchange import add_exchange, exchange_refusal
-from slimpipe.schedule.exchange_report import forward_bytes, max_imbalance, pairwise_bound
+from slimpipe.schedule.exchange_report import buffer_bytes, forward_bytes, max_imbalance, pairwise_bound
 from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
@@ -89,6 +89,7 @@ __all__ = [
     "balance",
     "best_granularity",
     "bubble_fraction",
+    "buffer_bytes",
     "build",
     "check",
     "default_granule",

@@ -1,4 +1,5 @@
-"""What an exchange does, in numbers: bytes by rank beside the paper's Eq. 2, and how far slots are from balanced."""
+"""What an exchange does, in numbers: bytes by rank beside the paper's Eq. 2, how far slots are from balanced, and the
+memory that loans are received into."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from slimpipe.schedule.exchange_transfers import BATCHES, BatchName
+from slimpipe.schedule.loan_cost import LoanBytes
 from slimpipe.schedule.loans import Exchange, Loan
 from slimpipe.schedule.plan import Shape
 from slimpipe.schedule.slots import KINDS, Kind, Pasts, Slot
@@ -80,3 +83,19 @@ def max_imbalance(exchange: Exchange, work: Work) -> float:
     """Over all slots, by how much the longest rank exceeds the best, in times of attention to one slice."""
     a_slice: dict[Kind, float] = {kind: work.of(kind).token * work.slice_tokens for kind in KINDS}
     return max((b.longest - b.best) / a_slice[b.slot.kind] for b in balances(exchange, work))
+
+
+def buffer_bytes(exchange: Exchange, sizes: LoanBytes) -> tuple[int, ...]:
+    """By rank, what it needs to receive into: the most that one layer of any slot asks for, kind by kind of buffer.
+
+    Buffers are shared by all layers and slots, but batches A, B and C of one layer have their own.
+    """
+    most: list[dict[tuple[Kind, BatchName], int]] = [{} for _ in range(exchange.slots.shape.p)]
+    for slot, loans in exchange.by_slot.items():
+        for batch in BATCHES:
+            asked: defaultdict[int, int] = defaultdict(int)
+            for loan in loans:
+                asked[loan.owner if batch == "C" else loan.helper] += sizes.of(slot.kind, batch, loan.tokens)
+            for rank, size in asked.items():
+                most[rank][slot.kind, batch] = max(size, most[rank].get((slot.kind, batch), 0))
+    return tuple(sum(buffers.values()) for buffers in most)

@@ -203,7 +203,8 @@ def _failure(error: BaseException, rank: int, doing: str) -> str:
     if _is_lost_contact(error):
         # The peer's own message says what happened; this one's stack would only bury it.
         whom = error.whom if isinstance(error, LostContact) else "another rank"
-        return f"{where}: lost contact with {whom}, which has failed or was killed\n"
+        cause = str(error.__cause__ or error).splitlines()[0][:200]
+        return f"{where}: lost contact with {whom}, which has failed, was killed or does not answer ({cause})\n"
     return f"{where}\n{''.join(traceback.format_exception(error))}"
 
 

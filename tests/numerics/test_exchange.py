@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a lent part is lost": (exchange_module._ForwardUnderWay, "finish", _lent_part_is_lost),
     "a lent part comes twice": (exchange_module._ForwardUnderWay, "finish", _lent_part_comes_twice),
     "a lent part's gradient is lost": (exchange_module._BackwardUnderWay, "finish", _gradient_of_a_lent_part_is_lost),
-    "a lent part is computed here too": (attention_module, "subtract", _lent_part_is_computed_here_too),
+    "a lent part is computed here too": (attention_module, "without", _lent_part_is_computed_here_too),
 }
 
 

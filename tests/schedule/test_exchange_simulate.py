@@ -46,7 +46,7 @@ from slimpipe.schedule import (
     worth_it,
 )
 from slimpipe.schedule.cheapest import Cheapest
-from slimpipe.schedule.exchange_report import balances
+from slimpipe.schedule.exchange_report import balances, buffer_bytes
 from slimpipe.schedule.loan_cost import loan_time
 from slimpipe.schedule.moves import Fill, balanced_moves, idle_more
 from slimpipe.schedule.slot_times import Stay
@@ -122,6 +122,23 @@ def test_bytes_by_hand() -> None:
     exchange = Exchange("balanced", slots, SLICE, 128, lambda: loans)
     assert forward_bytes(exchange) == (Fraction(3, 8), Fraction(3, 8))
     assert forward_bytes(exchange, Fraction(1, 4)) == (Fraction(9, 32), Fraction(9, 32))
+
+
+def test_receive_buffers_by_hand() -> None:
+    """Rank 0 helps with 256 tokens, forward and backward: K and V, query; in the backward three times that and LSE."""
+    plan = build("slimpipe", Shape(p=2, n=4, m=1))
+    slots, unit = slots_of(plan), Unit(0, 3, 0)
+    loans = [Loan(slots.slot(1, kind, unit), 1, unit, 0, 0, 256) for kind in ("F", "B")]
+    exchange = Exchange("balanced", slots, SLICE, 128, lambda: loans)
+    sizes = LoanBytes(kv_token=10, query=1000, lse=7)
+    helper = (2560 + 1000) + (2560 + 3007)
+    owner = 1007 + (1000 + 2560)
+    assert buffer_bytes(exchange, sizes) == (helper, owner)
+    assert buffer_bytes(Exchange("off", slots, SLICE, 128), sizes) == (0, 0)
+    # A slot more with the same needs changes nothing.
+    other = Unit(0, 2, 0)
+    loans.append(Loan(slots.slot(1, "F", other), 1, other, 0, 0, 128))
+    assert buffer_bytes(Exchange("balanced", slots, SLICE, 128, lambda: loans), sizes) == (helper, owner)
 
 
 @settings(max_examples=60)

@@ -121,6 +121,7 @@ class Engine:
         Gradients are added into each parameter's `main_grad`. Nothing here waits for a GPU.
         """
         self._begin(batch)
+        self.units, self.kv_slots = Counter(), [Counter() for _ in self.stages]
         for action in self.actions:
             self.progress.now(str(action))
             if self.trace:
@@ -167,9 +168,9 @@ class Engine:
         self._receives: dict[tuple[Op, Unit], Receive] = {}
         self._outputs: dict[tuple[Op, Unit], Tensor] = {}
         self._handed: dict[tuple[Op, Unit], Tensor] = {}
-        self.units = Counter()
-        self.kv_slots = [Counter() for _ in self.stages]
         self._taken = [set() for _ in self.stages]
+        if self.loans is not None:
+            self.loans.begin()
         if self.vocabulary is not None:
             self.vocabulary.begin(self._tokens, self._labels, batch.scale)
 

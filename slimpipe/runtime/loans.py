@@ -69,6 +69,10 @@ class Loans:
                 sent, received = (torch.zeros(1, dtype=keys.dtype, device=keys.device) for _ in range(2))
                 self._traffic.post([(sent, peer)], [(received, peer)]).wait()
 
+    def begin(self) -> None:
+        """Starts a step; what a step that failed has left is let go."""
+        self._kept.clear()
+
     def left_over(self) -> int:
         """Keys still held: none at the end of a sound step."""
         return len(self._kept)

@@ -76,13 +76,16 @@ def _run(
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
         session = Session(config, processes.device, progress, trace)
         _steps(config, session, prepared, sampler, processes.rank == 0)
+        # A checkpoint takes as long as the disk does, and nothing in it can wait for a pipeline rank.
+        watchdog.stop()
+        _save(config, session, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.
         watchdog.stop()
 
 
 def _steps(config: Config, session: Session, prepared: PreparedData, sampler: SequenceSampler, lead: bool) -> None:
-    """Every step and the checkpoint after the last; on the lead also the run's files and what is shown."""
+    """Every step; on the lead also the run's files and what is shown."""
     output = Path(config.train.output)
     metrics = None
     if lead:
@@ -118,7 +121,10 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
         display.close()
         if metrics is not None:
             metrics.close()
-    session.progress.now("saving the checkpoint")
+
+
+def _save(config: Config, session: Session, lead: bool) -> None:
+    output = Path(config.train.output)
     where = checkpoint.save(checkpoint.place(output, session.steps_done), session.state(), lead)
     if lead:
         print(f"checkpoint: {where}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from slimpipe.models.contract import build_model
 from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_tied
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
-from slimpipe.plan.flops import layer_flops_per_token
 from slimpipe.runtime.clock import make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
@@ -29,23 +29,8 @@ from slimpipe.runtime.transport import DistributedTransport, Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
-from slimpipe.schedule import (
-    Exchange,
-    Plan,
-    Work,
-    add_exchange,
-    add_vocabulary,
-    balance,
-    build,
-    check,
-    default_granule,
-    least_send_window,
-    links,
-    lower,
-    place_layers,
-    replay_in_order,
-    sliced_work,
-)
+from slimpipe.schedule import links, place_layers
+from slimpipe.train.planning import make_plan
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -68,48 +53,6 @@ class StepMetrics:
     """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
     peak_memory_bytes: tuple[int, ...]
     """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
-
-
-def make_plan(config: Config) -> Plan:
-    """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError."""
-    return make_plans(config)[0]
-
-
-def make_plans(config: Config) -> tuple[Plan, Exchange | None]:
-    """The run's plan, and its loans where `pipeline.exchange` asks for them and more than one rank can make them."""
-    plan = build(config.pipeline.schedule, config.shape)
-    exchange = None
-    if config.pipeline.exchange != "off" and config.parallel.pp > 1:
-        exchange = make_exchange(config, plan)
-        plan = add_exchange(plan, exchange)
-    if config.vocab_parallel:
-        # Without exchange slices are unequal work, and the passes stand where that leaves room; with it, in phase.
-        plan = add_vocabulary(plan, _work(config).costs() if exchange is None else None)
-    # With collectives or loans under way as well, receives posted ahead are one thing more that can wait for another:
-    # on two H200 such a run did not get through its first steps, and without it did (docs/log.md, 2026-11-29).
-    plan = lower(plan, lookahead=2 if exchange is None and not config.vocab_parallel else 0)
-    check(plan, exchange=exchange)
-    replay_in_order(plan, send_window=send_window(plan), exchange=exchange)
-    return plan, exchange
-
-
-def make_exchange(config: Config, plan: Plan) -> Exchange:
-    """The loans of a plan of forwards and backwards, balanced by the operations of GEMMs and attention."""
-    work = _work(config)
-    granule = config.pipeline.exchange_granule or default_granule(work.slice_tokens)
-    return balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens)
-
-
-def _work(config: Config) -> Work:
-    """What a slice's forward and backward take, by operations: GEMMs and attention are taken to be equally fast."""
-    gemm, attention = layer_flops_per_token(config.model, config.data.sequence_length)
-    tokens = config.data.sequence_length // config.shape.n
-    return sliced_work(config.shape.n, attention / (gemm + attention), tokens)
-
-
-def send_window(plan: Plan) -> int:
-    """Sends of one link that may be under way at once: two, or more where the plan's order needs more."""
-    return max(2, least_send_window(plan))
 
 
 class Session:
@@ -138,7 +81,8 @@ class Session:
         self.mesh = build_mesh(config, self.device) if transport is None else None
         self.group = None if self.mesh is None else self.mesh.get_group("pp")
         self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
-        self.plan, self.exchange = make_plans(config)
+        self.planned = make_plan(config, self.progress.now)
+        self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
         self.progress.now("building the model")
@@ -259,6 +203,7 @@ class Session:
         tokens, labels [global batch, S] int64 on any device; labels already shifted, -100 where not counted. The loss
         is the mean over all valid tokens of the batch. Raises ValueError if there is none.
         """
+        self.clock.start()
         loss = self._run(tokens, labels)
         if self.group is not None:
             dist.all_reduce(loss, group=self.group)
@@ -269,6 +214,7 @@ class Session:
 
         Arguments as for `step_gradients`; smoothing and z-loss included. Leaves training state as it is.
         """
+        self.clock.start()
         losses = self.engine.evaluate(self._batch(tokens, labels, scale=1.0))
         if self.group is not None:
             dist.all_reduce(losses, group=self.group)
@@ -300,6 +246,11 @@ class Session:
         rows = self._gather(torch.tensor(mine, dtype=torch.float64, device=self.device))
         if self.group is not None:
             dist.all_reduce(loss, group=self.group)
+        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+            raise FloatingPointError(
+                f"step {self.steps_done}: loss {float(loss)}, gradient norm {float(norm)}: training has diverged, or "
+                "its data is bad; lower optim.lr, or look at the batch"
+            )
         return StepMetrics(
             loss=float(loss),
             grad_norm=float(norm),
@@ -323,8 +274,24 @@ class Session:
 
     def _batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
         split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
+        self._validate(tokens, labels)
         on_device = torch.tensor(scale, dtype=self.gradient_buffer.buffer.dtype, device=self.device)
         return Batch(self._move(tokens).view(split), self._move(labels).view(split), on_device)
+
+    def _validate(self, tokens: Tensor, labels: Tensor) -> None:
+        """Raises ValueError for a batch of the wrong shape, and for tokens and labels that are no words."""
+        shape, words = (self.config.train.global_batch, self.config.data.sequence_length), self.config.model.vocab_size
+        for what, data in (("tokens", tokens), ("labels", labels)):
+            if data.shape != shape:
+                raise ValueError(
+                    f"{what} are {list(data.shape)}, not train.global_batch x data.sequence_length = {list(shape)}"
+                )
+        counted = labels[labels != IGNORE]
+        for what, data in (("tokens", tokens), ("labels", counted)):
+            if data.numel() and not 0 <= int(data.min()) <= int(data.max()) < words:
+                raise ValueError(
+                    f"{what} must lie in 0 .. {words - 1} (model.vocab_size = {words}); what does not count is -100"
+                )
 
     def _move(self, data: Tensor) -> Tensor:
         if self.device.type == "cuda" and data.device.type == "cpu":
@@ -341,8 +308,9 @@ class Session:
     def _make_transport(self) -> DistributedTransport:
         size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        window = send_window(self.plan)
-        return DistributedTransport(links(self.plan), self.rank, ranks, size, self.dtype, self.device, window)
+        return DistributedTransport(
+            links(self.plan), self.rank, ranks, size, self.dtype, self.device, self.planned.send_window
+        )
 
     def _make_exchange_traffic(self) -> DistributedExchange:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
@@ -381,7 +349,7 @@ class Session:
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
-            reserve(self.unit_bytes, check(self.plan, self.exchange).units[self.rank], self.device)
+            reserve(self.unit_bytes, self.planned.peaks.units[self.rank], self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

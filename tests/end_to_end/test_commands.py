@@ -26,7 +26,7 @@ from slimpipe.data import SequenceSampler, TokenFile, load_tokenizer, prepare
 from slimpipe.schedule import Action
 from slimpipe.train import checkpoint
 from slimpipe.train import generate as generation
-from slimpipe.train.session import make_plan
+from slimpipe.train.planning import make_plan
 from tests.end_to_end.launch import QUICKSTART, Finished, slimpipe
 from tests.support.reference import IGNORED, LlamaSpec, reference_loss_and_grads
 
@@ -126,7 +126,7 @@ def test_a_second_run_into_the_same_folder_is_refused(pipelined: Run, monkeypatc
 
 
 def test_every_rank_traces_its_actions_and_transfers_in_order(pipelined: Run) -> None:
-    plan = make_plan(pipelined.config)
+    plan = make_plan(pipelined.config).plan
     lines = pipelined.finished.out.splitlines()
     for rank in (0, 1):
         traced = [line for line in lines if line.startswith(f"[rank {rank}] ")]

@@ -180,3 +180,23 @@ def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
         select_backend("cudnn", cpu, torch.bfloat16, False)
     with pytest.raises(ValueError, match="train.attention = cudnn: its backward is not deterministic"):
         select_backend("cudnn", torch.device("cuda"), torch.bfloat16, True)
+
+
+def test_weight_gradients_stay_in_fp32_under_saved_tensor_hooks() -> None:
+    """A hook may hand back another object than was saved, without `main_grad`: swapping to the host does."""
+    weights = {"w": torch.nn.Parameter(torch.randn(5, 8).bfloat16()), "n": torch.nn.Parameter(torch.ones(8).bfloat16())}
+    buffer = GradientBuffer(weights)
+    x = torch.randn(3, 8).bfloat16().requires_grad_()
+
+    def run() -> dict[str, Tensor]:
+        buffer.zero()
+        norm_linear(x, weights["n"], weights["w"], EPS, True).sum().backward()
+        linear(rms_norm(x, weights["n"], EPS), weights["w"]).sum().backward()
+        swiglu_linear(x, weights["w"][:, :4], False).sum().backward()
+        return {name: gradient.clone() for name, gradient in buffer.views().items()}
+
+    plain = run()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        hooked = run()
+    assert all(torch.equal(plain[name], hooked[name]) for name in plain)
+    assert not torch.equal(hooked["w"], hooked["w"].bfloat16().float()), "the sum went through bf16"

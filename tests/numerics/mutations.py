@@ -17,8 +17,9 @@ from slimpipe.runtime import engine as engine_module
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.slice_context import SliceContext
-from slimpipe.schedule import Op, Plan, Unit, build, lower
+from slimpipe.schedule import Op, Peaks, Plan, Unit, build, lower
 from slimpipe.train import session as session_module
+from slimpipe.train.planning import Planned
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]
 MUTATIONS: dict[str, Mutation] = {}
@@ -115,16 +116,17 @@ def accumulated_parts_are_rounded_to_bfloat16() -> contextlib.AbstractContextMan
 def backwards_in_ascending_order() -> contextlib.AbstractContextManager[Any]:
     """A plan that the checker refuses, run unchecked."""
 
-    def unchecked(config: Any) -> tuple[Plan, None]:
+    def unchecked(config: Any, progress: Any = None) -> Planned:
         plan = build(config.pipeline.schedule, config.shape)
         turn = {unit: replace(unit, slice=config.shape.n - 1 - unit.slice) for unit in _units(plan)}
         ranks = tuple(
             tuple(replace(a, unit=turn[a.unit]) if a.op is Op.BACKWARD else a for a in actions)
             for actions in plan.ranks
         )
-        return lower(replace(plan, ranks=ranks)), None
+        broken = lower(replace(plan, ranks=ranks))
+        return Planned(broken, None, 2, Peaks((0,), ((0,),), (0,)))
 
-    return mock.patch.object(session_module, "make_plans", unchecked)
+    return mock.patch.object(session_module, "make_plan", unchecked)
 
 
 def _units(plan: Plan) -> set[Unit]:

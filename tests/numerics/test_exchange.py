@@ -16,7 +16,8 @@ from torch import Tensor
 from slimpipe.runtime import exchange as exchange_module
 from slimpipe.runtime import sliced_attention as attention_module
 from slimpipe.runtime.exchange import DistributedExchange
-from slimpipe.train.session import Session, make_plans
+from slimpipe.train.planning import make_plan
+from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen, run_case
 from tests.numerics.test_in_order import in_threads
 from tests.support.cover import Case
@@ -50,7 +51,7 @@ CASES = _cases()
 
 @pytest.mark.parametrize(("case", "least"), CASES, ids=str)
 def test_loss_and_every_gradient_equal_the_plain_process(case: Case, least: int, pool: Callable[[int], Pool]) -> None:
-    exchange = make_plans(config_of(case))[1]
+    exchange = make_plan(config_of(case)).exchange
     assert exchange is not None and len(exchange.loans) >= least, f"{len(exchange.loans)} loans"
     assert discrepancies(case, run_case(pool, case)) == []
 
@@ -122,7 +123,7 @@ def evaluate(rank: int, world: int, case: Case) -> Tensor:
 @pytest.mark.parametrize("layout", [case(n=8, m=2), case(pp=2, n=1, m=2), case(pp=3, n=1, m=1)], ids=str)
 def test_with_one_rank_or_one_slice_there_is_nothing_to_lend(layout: Case, pool: Callable[[int], Pool]) -> None:
     layout = replace(layout, exchange="balanced")
-    exchange = make_plans(config_of(layout))[1]
+    exchange = make_plan(config_of(layout)).exchange
     assert exchange is None or exchange.loans == ()
     assert discrepancies(layout, run_case(pool, layout)) == []
 

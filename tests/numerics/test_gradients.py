@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slimpipe.schedule import check, equal_costs, simulate
-from slimpipe.train.session import Session, make_plan
+from slimpipe.train.planning import make_plan
+from slimpipe.train.session import Session
 from tests.numerics.harness import (
     RankReport,
     batch_of,
@@ -33,7 +34,7 @@ def test_loss_and_every_gradient_equal_the_plain_process(
 
 @pytest.mark.parametrize("case", all_supported(), ids=str)
 def test_units_and_kv_slots_counted_are_the_simulators(case: Case, reports: Callable[[Case], list[RankReport]]) -> None:
-    plan = make_plan(config_of(case))
+    plan = make_plan(config_of(case)).plan
     peaks = check(plan)
     counted_units = [report.peak_units for report in reports(case)]
     assert counted_units == list(simulate(plan, equal_costs()).peak_units) == list(peaks.units)

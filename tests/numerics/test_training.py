@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimpipe.parallel.optimizer import learning_rate
 from slimpipe.train.session import Session
 from tests.numerics.harness import INIT_STD, batch_of, case, config_of, copies, gathered, roughen, spec_of
 from tests.support.cover import Case
@@ -103,6 +104,15 @@ def test_every_layout_trains_alike_and_each_run_twice_alike_to_the_bit(
         assert relative_error(last[weight], expected.last[weight]) < 1e-5, weight
 
 
+def test_the_rate_rises_then_follows_a_cosine_that_ends_with_the_last_step() -> None:
+    config = config_of(case(), optim=OPTIM | {"warmup_steps": 4}, train={"steps": 13})
+    rates = [learning_rate(config, step) for step in range(14)]
+    assert rates[:5] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
+    assert rates[6] == pytest.approx(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert rates[8] == pytest.approx(5.5e-3)
+    assert rates[12] == rates[13] == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_plain_run_takes_the_steps_of_torchs_adamw_on_the_reference(
     tied: bool, plain: dict[bool, Training]
@@ -114,7 +124,7 @@ def test_the_plain_run_takes_the_steps_of_torchs_adamw_on_the_reference(
     vectors = [weight for weight in weights.values() if weight.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=OPTIM["eps"], foreach=False)
-    rates = [1e-2, 1e-2, 1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi / 2))]
+    rates = [1e-2, 1e-2, 1e-3]
     losses, norms = [], []
     for rate in rates:
         loss, grads = reference_loss_and_grads(spec, weights, *shared_batch(), torch.float64)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slimpipe.runtime import vocabulary as vocabulary_module
-from slimpipe.schedule import check
-from slimpipe.train.session import Session, make_plan
+from slimpipe.train.planning import make_plan
+from slimpipe.train.session import Session
 from tests.numerics.harness import (
     RankReport,
     batch_of,
@@ -42,7 +42,7 @@ def test_loss_and_every_gradient_equal_the_plain_process(case: Case, pool: Calla
     reports = run_case(pool, case)
     assert reports[0].cut == (("embedding.weight",) if case.tied else ("embedding.weight", "head.weight"))
     assert discrepancies(case, reports) == []
-    peaks = check(make_plan(config_of(case)))
+    peaks = make_plan(config_of(case)).peaks
     assert [report.peak_units for report in reports] == list(peaks.units)
     assert [report.peak_kv_slots for report in reports] == list(peaks.kv_slots)
 

@@ -1,0 +1,77 @@
+"""From settings to a plan that is proven sound: every rank makes the same one, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slimpipe.plan.flops import layer_flops_per_token
+from slimpipe.schedule import (
+    Exchange,
+    Peaks,
+    Plan,
+    Work,
+    add_exchange,
+    add_vocabulary,
+    balance,
+    build,
+    check,
+    default_granule,
+    least_send_window,
+    lower,
+    replay_in_order,
+    sliced_work,
+)
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run's plan, and what was found out about it."""
+
+    plan: Plan
+    exchange: Exchange | None
+    """Its loans, where `pipeline.exchange` asks for them and more than one rank can make them."""
+    send_window: int
+    """Sends of one link that may be under way at once: two, or more where the plan's order needs more."""
+    peaks: Peaks
+
+
+def make_plan(config: Config, progress: Callable[[str], None] = lambda what: None) -> Planned:
+    """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError.
+
+    `progress` is told what is being done: with hundreds of thousands of actions it takes minutes.
+    """
+    progress("building the plan")
+    work = _work(config)
+    plan = build(config.pipeline.schedule, config.shape)
+    exchange = None
+    if config.pipeline.exchange != "off" and config.parallel.pp > 1:
+        progress("balancing the plan")
+        granule = config.pipeline.exchange_granule or default_granule(work.slice_tokens)
+        exchange = balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens)
+        plan = add_exchange(plan, exchange)
+    if config.vocab_parallel:
+        progress("placing the vocabulary passes")
+        # Without exchange slices are unequal work, and passes stand where that leaves room; with it ranks are in phase.
+        plan = add_vocabulary(plan, work.costs() if exchange is None else None)
+    # With collectives or loans under way as well, receives posted ahead are one thing more that can wait for another:
+    # on two H200 such a run did not get through its first steps, and without it did (docs/log.md, 2026-11-29).
+    plan = lower(plan, lookahead=2 if exchange is None and not config.vocab_parallel else 0)
+    progress("checking the plan")
+    peaks = check(plan, exchange=exchange)
+    progress("finding the plan's send window")
+    window = max(2, least_send_window(plan))
+    progress("replaying the plan in NCCL's order")
+    replay_in_order(plan, send_window=window, exchange=exchange)
+    return Planned(plan, exchange, window, peaks)
+
+
+def _work(config: Config) -> Work:
+    """What a slice's forward and backward take, by operations: GEMMs and attention are taken to be equally fast."""
+    gemm, attention = layer_flops_per_token(config.model, config.data.sequence_length)
+    tokens = config.data.sequence_length // config.shape.n
+    return sliced_work(config.shape.n, attention / (gemm + attention), tokens)

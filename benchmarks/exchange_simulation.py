@@ -154,11 +154,9 @@ def tables() -> str:
     text = []
     for share in SHARES:
         text += [
-            f"**Attention {share:.0%} of the forward**",
-            "",
-            "| p, n, v, m | formula | off | pairwise | balanced | balanced, by layers | NVLink: off | pairwise | balanced "
-            "| 50 GB/s: off | pairwise | balanced | tokens a slice | bytes: pairwise / bound | balanced |",
-            "|---|" + "---|" * 14,
+            f"**Attention {share:.0%} of the forward**", "", "| p, n, v, m | formula | off | pairwise | balanced |
+            balanced, by layers | NVLink: off | pairwise | balanced " "| 50 GB/s: off | pairwise | balanced | tokens a
+            slice | bytes: pairwise / bound | balanced |", "|---|" + "---|" * 14,
         ]
         for shape in SHAPES:
             cells = [found[(*shape, share, *column)] for column in columns]

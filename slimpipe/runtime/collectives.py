@@ -29,7 +29,7 @@ class Collectives(Protocol):
     """Operations over all pipeline ranks; roots are pipeline ranks. The host never waits here."""
 
     def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
-        """Sum of every rank's tensor, at `root` (elsewhere `wait` gives back the rank's own)."""
+        """Sum of every rank's tensor, at `root`. Elsewhere the tensor's content is undefined from here on."""
         ...
 
     def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:

@@ -46,7 +46,9 @@ class CachedSlice:
         pass
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
-        found: T = self._memo.setdefault(key, make()) if key not in self._memo else self._memo[key]
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: T = self._memo[key]
         return found
 
 
@@ -92,9 +94,11 @@ def generate(
     room = min(max_tokens, config.data.sequence_length - len(tokens))
     made: list[int] = []
     for token in _sample(stage, tokens, backend, place, temperature, top_k, seed):
-        if token == end or len(made) == room:
+        if token == end:
             break
         made.append(token)
+        if len(made) == room:
+            break
     return prompt + tokenizer.decode(made)
 
 

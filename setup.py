@@ -64,7 +64,7 @@ setup(
     description="Pipeline-parallel LLM training by slices of the sequence, for long contexts",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["slimpipe*", "megatron_patches*"]),
+    packages=find_packages(include=["slimpipe*"]),
     package_data={"slimpipe": ["py.typed"]},
     install_requires=[
         "torch>=2.11",
@@ -74,11 +74,10 @@ setup(
         "typer",
         "rich",
         "tokenizers",
-        "safetensors",
         "filelock",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "ninja"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
         "log": ["tensorboard"],
     },
     entry_points={"console_scripts": ["slimpipe = slimpipe.cli:app"]},

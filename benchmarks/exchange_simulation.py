@@ -1,7 +1,7 @@
 """Idle share of attention exchange on paper: the tables of docs/exchange.md.
 
-    python -m benchmarks.exchange_simulation             # some ten minutes; rows in
-    benchmarks/results/exchange_simulation.jsonl python -m benchmarks.exchange_simulation --tables    # from those rows
+    python -m benchmarks.exchange_simulation            # some ten minutes
+    python -m benchmarks.exchange_simulation --tables   # from the rows in benchmarks/results/exchange_simulation.jsonl
 
 With transfers free, times are by slots: ranks with loans between them go side by side and the longest sets their pace.
 With links, times are layer by layer, with every transfer of every loan, for layers of the Llama-70B shape, two a stage,
@@ -38,6 +38,7 @@ from slimpipe.schedule import (
     bubble_fraction,
     build,
     forward_bytes,
+    if_shorter,
     pairwise_bound,
     simulate,
     sliced_work,
@@ -65,6 +66,11 @@ GB_PER_S: Final = {"nvlink": 370, "nccl": 100, "network": 50}
 LAYERS: Final = 2
 BLOCK: Final = 512
 """Slices are multiples of it, so that a quarter is one of 128 tokens."""
+HEADING: Final = (
+    *("p, n, v, m", "formula", "free: off", "pairwise", "balanced", "by layers"),
+    *("NVLink: off", "pairwise", "balanced", "50 GB/s: off", "pairwise", "balanced"),
+    *("tokens a slice", "bytes: pairwise / bound", "balanced"),
+)
 FREE: Final = Network(Rate(0.0, 1e30), Rate(0.0, 1e30), 1)
 
 
@@ -125,6 +131,8 @@ def rows(case: tuple[tuple[int, int, int, int], float]) -> Iterator[dict[str, An
         for mode in ("off", "pairwise", "balanced"):
             passes = worth_it(work, sizes, network, LAYERS) if mode == "balanced" else None
             exchange = balance(plan, mode, work, tokens // 4, tokens, passes, fill="attention", times=times)
+            if mode == "balanced":
+                exchange = if_shorter(plan, exchange, times, work.costs(), link)
             yield row(name, mode, exchange, work, times, link)
 
 
@@ -154,9 +162,10 @@ def tables() -> str:
     text = []
     for share in SHARES:
         text += [
-            f"**Attention {share:.0%} of the forward**", "", "| p, n, v, m | formula | off | pairwise | balanced |
-            balanced, by layers | NVLink: off | pairwise | balanced " "| 50 GB/s: off | pairwise | balanced | tokens a
-            slice | bytes: pairwise / bound | balanced |", "|---|" + "---|" * 14,
+            f"**Attention {share:.0%} of the forward**",
+            "",
+            f"| {' | '.join(HEADING)} |",
+            "|---" * len(HEADING) + "|",
         ]
         for shape in SHAPES:
             cells = [found[(*shape, share, *column)] for column in columns]

@@ -244,7 +244,7 @@ def main() -> None:
     for name in options.only or CASES:
         case = CASES[name] | {"layers": options.layers, "profile": options.profile}
         row = {"case": name, **case} | run_case(name, case, options.ranks, options.steps, options.limit)
-        row |= record.circumstances("python -m benchmarks.pipeline " + " ".join(sys.argv[1:]))
+        row |= record.circumstances(f"python -m benchmarks.pipeline --only {name} --steps {options.steps}")
         record.append(options.results, row)
         rows.append(row)
     record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")

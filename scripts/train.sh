@@ -21,6 +21,12 @@ python="$root/.venv/bin/python"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 nnodes="${NNODES:-1}"
+for name in NNODES NPROC; do
+  if [[ -n ${!name:-} && ! ${!name} =~ ^[1-9][0-9]*$ ]]; then
+    echo "$name = ${!name}: must be a whole number > 0" >&2
+    exit 2
+  fi
+done
 if [[ -z ${NPROC:-} ]]; then
   # Reads the config as training will, so that a mistake in it shows here, once, and not once a process.
   NPROC="$("$python" - "$nnodes" "$@" <<'PY'

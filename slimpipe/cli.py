@@ -8,6 +8,7 @@ without it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -59,6 +60,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+# Some 100,000 a second are built, proved and simulated.
+_MOST_ACTIONS: Final = 3_000_000
+
 # How messages of this project begin that tell the user what to change: `train.device = cuda: ...`, `--prompt: ...`.
 _TELLS_THE_USER: Final = re.compile(r"(--[a-z-]+|[a-z]+\.[a-z_0-9]+)( = .+?)?: ")
 
@@ -101,6 +105,9 @@ def main(
     ] = False,
 ) -> None:
     """Options that stand before a command."""
+    # As `python -m` does: a model of one's own lies in the folder that slimpipe is started from.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 @app.command()
@@ -117,9 +124,6 @@ def train(
         check_world(settings, int(os.environ.get("WORLD_SIZE", "1")), ["train", str(config), *changes])
         check_output(settings)
 
-    # As `python -m` does: a model of one's own lies in the folder that training is started from.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     from slimpipe.data import DataError
     from slimpipe.train.main import train as run
 
@@ -132,9 +136,11 @@ def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run (its train.output).")],
     prompt: Annotated[str, typer.Option(help="The text to complete.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: among all.")] = 40,
-    seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the choice.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Complete a prompt with a trained model."""
@@ -339,6 +345,12 @@ class _Paper:
         setting: ExchangeSetting | None = None,
     ) -> _Paper:
         """`setting`: of the exchange; with hardware its times replace `costs`."""
+        actions = 2 * shape.p * shape.units
+        if actions > _MOST_ACTIONS:
+            raise PlanError(
+                f"{actions:,} forwards and backwards: above {_MOST_ACTIONS:,} this would take minutes; use fewer "
+                "ranks, virtual stages, slices or microbatches"
+            )
         plan = build(name, shape)
         exchange = None
         if setting is not None:
@@ -353,7 +365,10 @@ class _Paper:
         peaks = check(plan, exchange)
         link = setting.link if setting is not None else None
         gatherings = setting.gatherings(exchange) if setting is not None and exchange is not None else None
-        return cls(plan, head, run_on_paper(plan, costs, link, gatherings=gatherings), peaks, exchange, setting)
+        timeline = run_on_paper(plan, costs, link, gatherings=gatherings)
+        if not math.isfinite(timeline.makespan):
+            raise PlanError("the costs are too large to be added up; use smaller ones")
+        return cls(plan, head, timeline, peaks, exchange, setting)
 
     def grid(self) -> str:
         # A pass is a small part of a forward: sampled by time it would hardly ever be seen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -47,7 +48,8 @@ def any_of(words: tuple[str, ...]) -> str:
 
 def divisors_near(number: int, near: int) -> str:
     """The divisor of `number` below `near` and the two above it: what to use instead."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d < near]
     return ", ".join(map(str, (*below[-1:], *[d for d in divisors if d > near][:2])))
 

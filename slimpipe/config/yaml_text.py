@@ -44,6 +44,13 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML 1.1 or `_Loader` would not read back as the string it is."""
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Line breaks that only Unicode knows come back from double quotes alone."""
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 _Loader.yaml_implicit_resolvers = {}  # none of the parent's
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, list(_first))
@@ -53,7 +60,12 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 def parse(text: str, source: str) -> Any:
     """The value of a YAML text. Raises ConfigError, one line that begins with `source` and the place."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        json.dumps(value, default=str)  # refuses what contains itself
+        return value
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise ConfigError([f"{source}: not settings: {reason}"]) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source

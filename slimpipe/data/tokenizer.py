@@ -14,6 +14,7 @@ from slimpipe.data.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 # 256 bytes and the end of text.
 SMALLEST_VOCABULARY = 257
+LARGEST_VOCABULARY = 2**24
 
 
 class BytePairTokenizer:
@@ -56,6 +57,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> ByteP
         raise DataError(
             f"model.vocab_size = {vocab_size}: a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens "
             f"(256 bytes and {END_OF_TEXT}); use {SMALLEST_VOCABULARY} or more"
+        )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise DataError(
+            f"model.vocab_size = {vocab_size}: more than {LARGEST_VOCABULARY}; no corpus fills it; use less"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

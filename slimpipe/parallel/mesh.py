@@ -25,16 +25,18 @@ class Processes:
     store: dist.Store | None
 
 
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """`train.device`: auto takes this process's GPU where there is one. Raises ValueError where it is missing."""
+def pick_device(name: str, local_rank: int, key: str = "train.device") -> torch.device:
+    """`auto` takes this process's GPU where there is one. Raises ValueError, naming `key`, where it is missing."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"{key} = {name}: must be auto, cpu or cuda")
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ValueError("train.device = cuda: no GPU found; use train.device = cpu")
+        raise ValueError(f"{key} = cuda: no GPU found; use cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"train.device = {name}: process {local_rank} of this node has no GPU of its own "
+            f"{key} = {name}: process {local_rank} of this node has no GPU of its own "
             f"({torch.cuda.device_count()} found); start fewer processes a node"
         )
     return torch.device("cuda", local_rank)

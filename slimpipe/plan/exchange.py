@@ -25,6 +25,7 @@ from slimpipe.schedule import (
     default_granule,
     exchange_refusal,
     forward_bytes,
+    if_shorter,
     max_imbalance,
     pairwise_bound,
     place_layers,
@@ -79,12 +80,13 @@ class ExchangeSetting:
         )
 
     def exchange(self, plan: Plan, mode: Mode) -> Exchange:
-        """The plan's loans. Mode `balanced` takes quarter slices and fills by time; with transfers, what is best."""
+        """The plan's loans. Mode `balanced` takes quarter slices and fills by time; with transfers, what is best, which
+        may be no loans."""
         tokens, near = self.work.slice_tokens, self.ranks_per_node
         if self.passes is None or mode != "balanced":
             return balance(plan, mode, self.work, default_granule(tokens), tokens, ranks_per_node=near)
         best = best_granularity(slots_of(plan), self.work, self.times, self.passes, near or plan.shape.p)
-        return balance(
+        found = balance(
             plan,
             mode,
             self.work,
@@ -95,6 +97,7 @@ class ExchangeSetting:
             ranks_per_node=near,
             times=self.times,
         )
+        return if_shorter(plan, found, self.times, self.work.costs(), self.link)
 
     def gatherings(self, exchange: Exchange) -> Gatherings:
         """For one simulation."""

@@ -172,11 +172,6 @@ class VocabularyPasses:
         held = (self._embedded, self._made, self._hidden, self._open, self._hidden_gradients)
         return [unit for store in (*held, self._embedding_gradients, self._returning) for unit in store]
 
-    @property
-    def open_slices(self) -> int:
-        """Slices whose logits shard is alive."""
-        return len(self._open)
-
     def _embed(self, action: Action) -> None:
         shard = self.shards.embedding
         with self._clock.busy(str(action)):

@@ -18,11 +18,12 @@ from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
 from slimpipe.schedule.gatherings import Gatherings
-from slimpipe.schedule.granularity import Granularity, best_granularity
+from slimpipe.schedule.granularity import Granularity, best_granularity, if_shorter
 from slimpipe.schedule.grid import grid
 from slimpipe.schedule.in_flight import peak_held, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
+from slimpipe.schedule.layer_times import LayerByLayer
 from slimpipe.schedule.lending import without
 from slimpipe.schedule.loan_cost import LoanBytes, Network, Rate, worth_it
 from slimpipe.schedule.loans import MODES, Exchange, Loan, Mode
@@ -31,7 +32,7 @@ from slimpipe.schedule.moves import Passes
 from slimpipe.schedule.orders import BUILT, NOT_BUILT, build, supported
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.simulate import simulate
-from slimpipe.schedule.slot_times import LayerByLayer, SlotTimes, Together
+from slimpipe.schedule.slot_times import SlotTimes, Together
 from slimpipe.schedule.slots import Slot, Slots, slots_of
 from slimpipe.schedule.stages import place_layers
 from slimpipe.schedule.timeline import Timeline
@@ -99,6 +100,7 @@ __all__ = [
     "forward_bytes",
     "from_csv",
     "grid",
+    "if_shorter",
     "least_send_window",
     "links",
     "lower",

@@ -1,12 +1,19 @@
-"""Which granule and which fill serve a shape best, transfers included (DESIGN section 4, the cost test)."""
+"""What serves a shape best, transfers included: which granule, which fill, or no exchange (DESIGN section 4)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from slimpipe.schedule.balance import ATTENTION_BLOCK
 from slimpipe.schedule.cheapest import Cheapest
+from slimpipe.schedule.costs import Costs, LinkCost
+from slimpipe.schedule.exchange import add_exchange
+from slimpipe.schedule.gatherings import Gatherings
+from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.moves import Fill, Passes
+from slimpipe.schedule.plan import Plan
+from slimpipe.schedule.simulate import simulate
 from slimpipe.schedule.slot_times import SlotTimes
 from slimpipe.schedule.slots import KINDS, Kind, Pasts, Slots
 from slimpipe.schedule.work import Work
@@ -41,6 +48,18 @@ def best_granularity(
             cheapest = Cheapest(work, granule, times, passes, fill, ranks_per_node)
             found.append(Granularity(_all_slots(slots, cheapest, part), granule, fill))
     return min(found, key=lambda granularity: (granularity.time, -granularity.granule))
+
+
+def if_shorter(plan: Plan, exchange: Exchange, times: SlotTimes, costs: Costs, link: LinkCost | None) -> Exchange:
+    """The exchange, or one without loans where the step is no longer then.
+
+    Loans that make every slot shorter can still make a step longer. Without them ranks drift apart until nobody waits;
+    with a few, they are held together at every slot.
+    """
+    with_loans = simulate(add_exchange(plan, exchange), costs, link, gatherings=Gatherings(exchange, times))
+    if with_loans.makespan < simulate(plan, costs, link).makespan:
+        return exchange
+    return replace(exchange, place=tuple)
 
 
 def _all_slots(slots: Slots, cheapest: Cheapest, per_slice: int) -> float:

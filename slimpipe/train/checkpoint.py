@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -47,6 +50,16 @@ def save(folder: Path, state: Mapping[str, Tensor], lead: bool) -> Path:
     return folder
 
 
+def _readable(checkpoint: Path, read: Callable[[], T]) -> T:
+    """What `read` gives. Raises CheckpointError for whatever a damaged file makes of it."""
+    try:
+        return read()
+    # DCP's own exception is not an Exception; a damaged pickle may raise any.
+    except (Exception, CheckpointException) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{checkpoint}: cannot be read ({reason[:200]}); use another checkpoint") from error
+
+
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
     """One process without a process group: DCP warns of it, and it is what is meant."""
@@ -65,7 +78,8 @@ def _meet() -> None:
 
 def newest(run: Path) -> Path:
     """The run's checkpoint of the highest step. Raises CheckpointError where there is none."""
-    found = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    steps = {path: path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")}
+    found = sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
     if not found:
         raise CheckpointError(
             f"{run}: no checkpoint in {run / 'checkpoints'}; give the folder of a finished run (train.output)"
@@ -83,7 +97,7 @@ def load_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
 
     Raises CheckpointError, naming the first weight that is missing or has another shape.
     """
-    stored: dict[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = _readable(checkpoint, FileSystemReader(checkpoint).read_metadata).state_dict_metadata
     target: dict[str, Tensor] = {}
     for name, weight in weights.items():
         entry = stored.get(f"model.{name}")
@@ -96,6 +110,6 @@ def load_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
             )
         target[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with _alone_on_purpose():
-        dcp.load(target, checkpoint_id=checkpoint, no_dist=True)
+        _readable(checkpoint, lambda: dcp.load(target, checkpoint_id=checkpoint, no_dist=True))
     for name, weight in weights.items():
         weight.copy_(target[f"model.{name}"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -59,10 +60,9 @@ class RichDisplay:
     def __init__(self, steps: int, every: int) -> None:
         self._every = every
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=44)),
             TimeRemainingColumn(),
             console=Console(file=sys.stdout),
         )
@@ -72,7 +72,8 @@ class RichDisplay:
     def step(self, step: int, row: Row, tokens_per_s: float) -> None:
         self._progress.update(self._task, completed=step)
         if step % self._every == 0:
-            self._progress.update(self._task, description=_numbers(row, tokens_per_s))
+            numbers = f"loss {row.loss:.4f}  {tokens_per_s:,.0f} tokens/s  idle {row.bubble:.1%}"
+            self._progress.update(self._task, description=numbers)
 
     def close(self) -> None:
         self._progress.stop()

@@ -80,7 +80,11 @@ def generate(
     Stops early at the end-of-text token and at the length the run was trained for. `temperature` 0 takes the
     likeliest token each time; `top_k` 0 keeps all. Raises ValueError for a prompt longer than the trained length.
     """
-    place = pick_device(device, 0)
+    place = pick_device(device, 0, "--device")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("--prompt: is no valid UTF-8 text") from error
     config, stage = load_run(run, place)
     tokenizer = load_tokenizer(run / "tokenizer.json")
     end = tokenizer.encode(END_OF_TEXT)[0]
@@ -127,7 +131,9 @@ def _sample(
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature <= 0:
+    if not torch.isfinite(logits).all():
+        raise ValueError("the run's weights give no finite logits: its training has diverged; use another checkpoint")
+    if temperature < 1e-6:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))

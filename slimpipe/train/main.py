@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
+from filelock import BaseFileLock, FileLock, Timeout
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
@@ -46,6 +47,7 @@ def train(config: Config) -> None:
     sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
     sampler.require(config.train.global_batch)
     prepare_process(config)
+    claim = _claim(Path(config.train.output)) if _leads() else None
 
     progress = Progress()
     processes = start_processes(config)
@@ -55,6 +57,9 @@ def train(config: Config) -> None:
         if processes.world == 1:
             raise
         _fail(error, processes.rank, progress)
+    finally:
+        if claim is not None:
+            claim.release()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -89,7 +94,6 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
     output = Path(config.train.output)
     metrics = None
     if lead:
-        output.mkdir(parents=True, exist_ok=True)
         config.dump_yaml(output / "config.yaml")
         shutil.copyfile(prepared.tokenizer_path, output / "tokenizer.json")
         metrics = MetricsFile(output, config.log.tensorboard)
@@ -128,6 +132,21 @@ def _save(config: Config, session: Session, lead: bool) -> None:
     where = checkpoint.save(checkpoint.place(output, session.steps_done), session.state(), lead)
     if lead:
         print(f"checkpoint: {where}", flush=True)
+
+
+def _claim(output: Path) -> BaseFileLock:
+    """Makes the run's folder and takes it for this run alone, before any group starts. Raises ValueError where it
+    cannot be made or another run has it. The system releases it should this process die."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"train.output = {output}: another run is writing there; choose another folder") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"train.output = {output}: cannot be written ({reason}); choose another folder") from error
+    return lock
 
 
 def _try_what_can_fail(config: Config) -> None:

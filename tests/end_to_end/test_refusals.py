@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from slimpipe.cli import app
 from slimpipe.config import load_config
 from slimpipe.data import PreparedData
 from slimpipe.parallel.mesh import Processes
-from slimpipe.train.main import _agree
+from slimpipe.train import checkpoint
+from slimpipe.train.main import _agree, _claim
 from tests.end_to_end.launch import QUICKSTART, slimpipe
 from tests.support.pool import Pool
 
@@ -68,9 +70,12 @@ def told(joined: list[str], tmp_path: Path) -> Callable[..., str]:
         ("model: {layers: 8\ntrain: {}\n", "line 2", ""),
         ("model:\n  layers: 8\n layers: 8\n", "line 3", ""),
         ("model:\n\tlayers: 8\n", "line 2", ""),
+        ("model: &a [*a]\n", "", "not settings: Circular reference"),
+        ("model: " + "[" * 5000, "", "not settings: nested too deeply"),
+        ("model: {layers: !!int x}\n", "", "not settings: invalid literal"),
         ("- model\n", "", "must be a mapping of the sections model, parallel, pipeline,"),
     ],
-    ids=["unclosed", "indented", "tab", "a list"],
+    ids=["unclosed", "indented", "tab", "circle", "depth", "wrong tag", "a list"],
 )
 def test_malformed_yaml(text: str, place: str, remedy: str, told: Callable[..., str], tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
@@ -215,3 +220,41 @@ def test_ranks_that_differ_are_named_on_every_rank(
 ) -> None:
     for answer in pool(3).run(agreement, rates, fingerprints):
         assert answer is None if said is None else answer is not None and answer.startswith(said)
+
+
+# ---- the run's folder ----
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"train.output = .*/file/run: cannot be written \(Not a directory\); choose"):
+        _claim(tmp_path / "file" / "run")
+
+
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = _claim(tmp_path / "run")
+    with pytest.raises(ValueError, match="another run is writing there; choose another folder"):
+        _claim(tmp_path / "run")
+    first.release()
+    _claim(tmp_path / "run").release()
+
+
+@pytest.mark.parametrize("damage", ["no metadata", "garbage for metadata", "no checkpoint", "a stray folder"])
+def test_a_damaged_checkpoint_gives_one_line(damage: str, tmp_path: Path) -> None:
+    weight = {"w": torch.ones(2)}
+    checkpoint.save(checkpoint.place(tmp_path, 3), {"model.w": torch.zeros(2)}, lead=True)
+    folder = checkpoint.place(tmp_path, 3)
+    if damage == "a stray folder":
+        (tmp_path / "checkpoints" / "step_last").mkdir()
+        checkpoint.load_weights(checkpoint.newest(tmp_path), weight)
+        assert weight["w"].eq(0).all()
+        return
+    if damage == "no checkpoint":
+        shutil.rmtree(folder)
+    elif damage == "no metadata":
+        (folder / ".metadata").unlink()
+    else:
+        (folder / ".metadata").write_bytes(b"not a pickle")
+    with pytest.raises(checkpoint.CheckpointError) as refusal:
+        checkpoint.load_weights(checkpoint.newest(tmp_path), weight)
+    assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)

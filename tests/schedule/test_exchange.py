@@ -43,6 +43,7 @@ from slimpipe.schedule.balance import plan_moves
 from slimpipe.schedule.exchange import help_action
 from slimpipe.schedule.moves import Fill
 from slimpipe.schedule.proofs import exchange as proofs
+from slimpipe.schedule.proofs.progress import prove_progress
 from tests.schedule.shapes import cases, slimpipe_shapes
 from tests.schedule.test_check import edited
 
@@ -374,9 +375,7 @@ def test_exchange_of_another_plan_is_refused(sound: tuple[Plan, Exchange]) -> No
 
 def test_missing_partner_is_a_deadlock(sound: tuple[Plan, Exchange]) -> None:
     """The proof of progress by itself: a rank waits for its group in vain."""
-    from slimpipe.schedule.proofs.progress import prove_progress
-
     plan, exchange = sound
     rank, token = helper_of(plan)
-    with pytest.raises(PlanError, match=r"deadlock: .*waits for ranks .* in the F slot of tick"):
+    with pytest.raises(PlanError, match=rf"deadlock: .*waits for rank {rank} in the F slot of tick"):
         prove_progress(edited(plan, rank, lambda tokens: tokens.remove(token)), exchange)

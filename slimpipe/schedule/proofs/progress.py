@@ -10,7 +10,7 @@ from slimpipe.schedule.collectives import Collective, poster
 from slimpipe.schedule.costs import equal_costs
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.flow import Flow, Stuck
-from slimpipe.schedule.gatherings import Gatherings
+from slimpipe.schedule.gatherings import Gathered, Gatherings
 from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.meetings import Meetings
 from slimpipe.schedule.plan import Plan, PlanError, Shape
@@ -26,22 +26,25 @@ def prove_progress(plan: Plan, exchange: Exchange | None = None) -> None:
     gatherings = Gatherings(exchange, InEqualTime(0.0)) if exchange is not None else None
     stuck = Flow(plan, base_rules(plan, equal_costs(0.0, 0.0), Wires(None), meetings, gatherings)).run()
     if stuck:
-        raise _deadlock(plan, stuck, meetings)
+        raise _deadlock(plan, stuck, meetings, gatherings)
 
 
-def _deadlock(plan: Plan, stuck: list[Stuck], meetings: Meetings) -> PlanError:
+def _deadlock(plan: Plan, stuck: list[Stuck], meetings: Meetings, gatherings: Gatherings | None) -> PlanError:
     waits = "; ".join(
-        f"rank {s.rank} at action {s.at} ({s.action}) waits for {_wanted(plan, s, meetings)}" for s in stuck
+        f"rank {s.rank} at action {s.at} ({s.action}) waits for {_wanted(plan, s, meetings, gatherings)}" for s in stuck
     )
     return refusal(plan, stuck[0].rank, stuck[0].at, f"deadlock: {waits}")
 
 
-def _wanted(plan: Plan, stuck: Stuck, meetings: Meetings) -> str:
+def _wanted(plan: Plan, stuck: Stuck, meetings: Meetings, gatherings: Gatherings | None) -> str:
     if isinstance(stuck.event, Tensor):
         return _place(plan, *_maker(plan.shape, stuck.event))
     if isinstance(stuck.event, Collective):
         post = poster(plan.shape, stuck.event)
         return ", ".join(_place(plan, rank, post) for rank in meetings.missing(stuck.event))
+    if isinstance(stuck.event, Gathered) and gatherings is not None:
+        missing = ", ".join(f"rank {rank}" for rank in gatherings.missing(stuck.event))
+        return f"{missing} in the {stuck.event.slot}"
     return str(stuck.event)
 
 

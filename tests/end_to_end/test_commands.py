@@ -98,6 +98,7 @@ def test_the_run_is_left_in_its_folder(pipelined: Run) -> None:
         "config.yaml",
         "metrics.jsonl",
         "tokenizer.json",
+        ".lock",
     }
     assert [path.name for path in (pipelined.output / "checkpoints").iterdir()] == [f"step_{STEPS}"]
     assert pipelined.config == load_config(QUICKSTART, pipelined.arguments[2:])
@@ -133,7 +134,7 @@ def test_every_rank_traces_its_actions_and_transfers_in_order(pipelined: Run) ->
         assert traced == [f"[rank {rank}] {shown(action)}" for action in plan.ranks[rank]] * STEPS
     # No line ran into another rank's.
     traced_line = r"\[rank [01]\] \S+(  (──▶|◀──) rank [01])?"
-    known = re.compile(rf"{traced_line}|step \d/{STEPS}  loss .*|(slimpipe|layers by|tokens|checkpoint).*")
+    known = re.compile(rf"{traced_line}|step \d/{STEPS}  loss .*|(slimpipe|layers by|vocabulary|tokens|checkpoint).*")
     assert [line for line in lines if not known.fullmatch(line)] == []
 
 

@@ -123,35 +123,39 @@ def test_exhaustive_search_finds_nothing_shorter(ranks: int, more: float) -> Non
 
 @cache
 def fewest(surplus: tuple[int, ...], room: tuple[int, ...]) -> int:
-    """The least number of loans that takes all surplus, by trying every helper for the first owner's."""
+    """The least number of loans that takes all surplus.
+
+    Some loan of a smallest set settles its owner or fills its helper: else amounts could be shifted along a circle or
+    to an open end until one did. So it is enough to try all pairs with all that they allow, over and over.
+    """
     if not surplus:
         return 0
     found = len(surplus) + len(room)
-    for at, space in enumerate(room):
-        if not space or space in room[:at]:
-            continue
-        for amount in {min(surplus[0], space), *(space - other for other in room if 0 < space - other < surplus[0])}:
-            left = surplus[0] - amount
-            rest = tuple(sorted(((left,) if left else ()) + surplus[1:]))
-            less = tuple(sorted((*room[:at], space - amount, *room[at + 1 :])))
-            found = min(found, 1 + fewest(rest, less))
+    for owner, has in enumerate(surplus):
+        for helper, space in enumerate(room):
+            amount = min(has, space)
+            left, free = [*surplus], [*room]
+            left[owner] -= amount
+            free[helper] -= amount
+            rest = fewest(tuple(sorted(filter(None, left))), tuple(sorted(filter(None, free))))
+            found = min(found, 1 + rest)
     return found
 
 
 def test_hardly_more_loans_than_the_fewest() -> None:
-    """Finding the fewest is a partition problem; the greedy match makes at most two more on five ranks, rarely any."""
-    extra = []
-    for pasts in product([None, 0, 2, 5, 9], repeat=5):
-        moves = balanced_moves(pasts, 2.0, 5)
-        if not moves:
-            continue
-        busy, idle = levels(pasts, 2.0)
-        surplus = sorted(past - busy for past in pasts if past is not None and past > busy)
-        room = sorted(idle if past is None else max(0, busy - past) for past in pasts)
-        extra.append(len(moves) - fewest(tuple(surplus), tuple(room)))
-    assert len(extra) > 2000
-    assert max(extra) <= 2
-    assert sum(extra) / len(extra) < 0.1
+    """Finding the fewest is a partition problem. On five ranks the greedy match does; on six it may make one more."""
+    for ranks, values, most in ((5, [None, 0, 2, 5, 9], 0), (6, [None, 0, 3, 7, 12], 1)):
+        slots = extra = 0
+        for pasts in product(values, repeat=ranks):
+            moves = balanced_moves(pasts, 2.0, ranks)
+            busy, idle = levels(pasts, 2.0)
+            surplus = sorted(past - busy for past in pasts if past is not None and past > busy)
+            room = sorted(idle if past is None else busy - past for past in pasts if past is None or past < busy)
+            more = len(moves) - fewest(tuple(surplus), tuple(filter(None, room)))
+            assert 0 <= more <= most
+            slots, extra = slots + 1, extra + more
+        assert slots > 3000
+        assert extra / slots < 0.03
 
 
 def test_spare_is_left_to_the_helpers() -> None:

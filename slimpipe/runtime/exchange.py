@@ -32,7 +32,8 @@ class Batch(Protocol):
     """Transfers under way together."""
 
     def wait(self) -> None:
-        """Returns once the work that follows may use what was received (on a GPU the device waits, not the host)."""
+        """Returns once the work that follows may use what was received (on a GPU the device waits, not the host). May be
+        called again."""
         ...
 
 
@@ -49,8 +50,9 @@ class _Works:
         self._works, self._kept = works, kept
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        # Once: gloo's wait for a receive that has been waited for never returns.
+        while self._works:
+            self._works.pop(0).wait()
 
 
 class DistributedExchange:
@@ -148,10 +150,10 @@ class LayerExchange:
     ) -> None:
         self.lent, self.helped = tuple(lent), tuple(helped)
         self._traffic, self._buffers, self._kept = traffic, buffers, kept
-        self._backend, self._clock, self._shapes, self._kind = backend, clock, shapes, kind
+        self.backend, self.shapes, self._clock, self._kind = backend, shapes, clock, kind
         self._layer = 0
-        self._keys: Batch | None = None
-        self._keys_received: list[tuple[Tensor, Tensor]] = []
+        self.keys: Batch | None = None
+        self.keys_received: list[tuple[Tensor, Tensor]] = []
 
     def send_keys(self, layer: int, slots: LayerSlots | None) -> None:
         """Batch A. `layer` counts within the chunk; `slots` are the layer's, None where this rank owns nothing."""
@@ -161,10 +163,10 @@ class LayerExchange:
             if loan.keys:
                 assert slots is not None
                 sends += [(part.contiguous(), loan.helper) for part in slots.read(*loan.range)]
-        x = self._shapes
+        x = self.shapes
         shapes = [(x.b, loan.tokens, x.kv_heads, x.d) for loan in self.helped if loan.keys for _ in range(2)]
-        parts = iter(self._buffers.take(f"{self._kind} keys", shapes, x.dtype, x.device))
-        self._keys_received = []
+        parts = iter(self.take(f"{self._kind} keys", shapes, x.dtype))
+        self.keys_received = []
         receives: list[tuple[Tensor, int]] = []
         for helped in self.helped:
             if helped.keys:
@@ -172,34 +174,34 @@ class LayerExchange:
                 receives += [(part, helped.owner) for part in pair]
             else:
                 pair = self._kept.pop((helped.kept, layer))
-            self._keys_received.append(pair)
-        self._keys = self._traffic.post(sends, receives)
+            self.keys_received.append(pair)
+        self.keys = self.post(sends, receives)
 
     def let_go(self) -> None:
         """At a layer's end: this object lives until the unit's backward, its keys need not."""
-        self._keys, self._keys_received = None, []
+        self.keys, self.keys_received = None, []
 
     def keep_keys(self) -> None:
         """After their arrival in a forward: those that the backward will want are copied out of the buffer."""
-        for helped, (k, v) in zip(self.helped, self._keys_received, strict=True):
+        for helped, (k, v) in zip(self.helped, self.keys_received, strict=True):
             if helped.kept is not None and helped.keys:
                 self._kept[helped.kept, self._layer] = k.clone(), v.clone()
 
     def forward(self, q: Tensor | None) -> _ForwardUnderWay:
         """Batch B: the query goes to the helpers, the owners' come here. `q` None where this rank owns nothing."""
-        x = self._shapes
-        received = self._buffers.take("query", [(x.b, x.s, x.heads, x.d)] * len(self.helped), x.dtype, x.device)
+        x = self.shapes
+        received = self.take("query", [(x.b, x.s, x.heads, x.d)] * len(self.helped), x.dtype)
         sends = [(q.contiguous(), loan.helper) for loan in self.lent] if q is not None else []
         owners = [loan.owner for loan in self.helped]
-        batch = self._traffic.post(sends, list(zip(received, owners, strict=True)))
+        batch = self.post(sends, list(zip(received, owners, strict=True)))
         return _ForwardUnderWay(self, batch, received)
 
     def backward(self, owned: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _BackwardUnderWay:
         """Batch B: (q, out, lse, dout) go to the helpers, the owners' come here."""
-        x = self._shapes
+        x = self.shapes
         of_a_slice = (x.b, x.s, x.heads, x.d)
-        tensors = self._buffers.take("owner's", [of_a_slice] * 3 * len(self.helped), x.dtype, x.device)
-        lses = self._buffers.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), wide(x.dtype), x.device)
+        tensors = self.take("owner's", [of_a_slice] * 3 * len(self.helped), x.dtype)
+        lses = self.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), wide(x.dtype))
         receives: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, loan in enumerate(self.helped):
@@ -207,9 +209,17 @@ class LayerExchange:
             received.append((q, out, lses[index], dout))
             receives += [(part, loan.owner) for part in received[-1]]
         sends = [(part.contiguous(), loan.helper) for loan in self.lent for part in owned or ()]
-        return _BackwardUnderWay(self, self._traffic.post(sends, receives), received)
+        return _BackwardUnderWay(self, self.post(sends, receives), received)
 
-    def _wait(self, *batches: Batch | None) -> None:
+    def take(self, purpose: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+        """Receive buffers."""
+        return self._buffers.take(purpose, shapes, dtype, self.shapes.device)
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
+        """Starts a batch of transfers."""
+        return self._traffic.post(sends, receives)
+
+    def wait(self, *batches: Batch | None) -> None:
         with self._clock.waiting(f"exchange {self._kind}"):
             peers = sorted({loan.helper for loan in self.lent} | {loan.owner for loan in self.helped})
             with contact_with(peers, "exchange of attention"):
@@ -219,60 +229,69 @@ class LayerExchange:
 
 
 class _ForwardUnderWay:
-    """Between batch B and the merge: the caller computes its own part meanwhile."""
+    """From batch B to the merge. The caller computes its own causal block, then calls `help`, so that owners have their
+    results early; computes its own past, and calls `collect`."""
 
     def __init__(self, exchange: LayerExchange, batch: Batch, queries: list[Tensor]) -> None:
         self._exchange, self._batch, self._queries = exchange, batch, queries
 
-    def finish(self) -> list[tuple[Tensor, Tensor]]:
-        """Computes what owners lent to this rank and returns it to them; gives (out, lse) of what this rank lent."""
-        exchange = self._exchange
-        x = exchange._shapes
-        exchange._wait(exchange._keys, self._batch)
-        exchange.keep_keys()
+    def help(self) -> None:
+        """Computes what owners lent to this rank, and posts batch C."""
+        exchange, x = self._exchange, self._exchange.shapes
         sends: list[tuple[Tensor, int]] = []
-        for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange._keys_received, strict=True):
-            out, lse = exchange._backend.forward(q, k, v, causal=False)
+        if exchange.helped:
+            exchange.wait(exchange.keys, self._batch)
+            exchange.keep_keys()
+        for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange.keys_received, strict=True):
+            out, lse = exchange.backend.forward(q, k, v, causal=False)
             sends += [(out.contiguous(), loan.owner), (lse.contiguous(), loan.owner)]
         count = len(exchange.lent)
-        outs = exchange._buffers.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype, x.device)
-        lses = exchange._buffers.take("partial lse", [(x.b, x.heads, x.s)] * count, wide(x.dtype), x.device)
+        outs = exchange.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype)
+        lses = exchange.take("partial lse", [(x.b, x.heads, x.s)] * count, wide(x.dtype))
+        self._parts = list(zip(outs, lses, strict=True))
         receives: list[tuple[Tensor, int]] = []
-        for lent, out, lse in zip(exchange.lent, outs, lses, strict=True):
+        for lent, (out, lse) in zip(exchange.lent, self._parts, strict=True):
             receives += [(out, lent.helper), (lse, lent.helper)]
-        exchange._wait(exchange._traffic.post(sends, receives))
-        exchange.let_go()
-        return list(zip(outs, lses, strict=True))
+        self._results = exchange.post(sends, receives)
+
+    def collect(self) -> list[tuple[Tensor, Tensor]]:
+        """(out, lse) of what this rank lent."""
+        self._exchange.wait(self._exchange.keys, self._batch, self._results)
+        self._exchange.let_go()
+        return self._parts
 
 
 class _BackwardUnderWay:
-    """Between batch B and the sums: the caller computes its own part meanwhile."""
+    """From batch B to the sums; `help` and `collect` as in the forward."""
 
     def __init__(
         self, exchange: LayerExchange, batch: Batch, received: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> None:
         self._exchange, self._batch, self._received = exchange, batch, received
 
-    def finish(self) -> list[tuple[Range, Tensor, Tensor, Tensor]]:
-        """Computes and returns what owners lent to this rank; gives (range, dq, dk, dv) of what this rank lent."""
-        exchange = self._exchange
-        x = exchange._shapes
-        exchange._wait(exchange._keys, self._batch)
+    def help(self) -> None:
+        """Computes what owners lent to this rank, and posts batch C."""
+        exchange, x = self._exchange, self._exchange.shapes
         sends: list[tuple[Tensor, int]] = []
+        if exchange.helped:
+            exchange.wait(exchange.keys, self._batch)
         for loan, (q, out, lse, dout), (k, v) in zip(
-            exchange.helped, self._received, exchange._keys_received, strict=True
+            exchange.helped, self._received, exchange.keys_received, strict=True
         ):
-            gradients = exchange._backend.backward(dout, q, k, v, out, lse, causal=False)
+            gradients = exchange.backend.backward(dout, q, k, v, out, lse, causal=False)
             sends += [(gradient.contiguous(), loan.owner) for gradient in gradients]
         shapes: list[tuple[int, ...]] = []
         for lent in exchange.lent:
-            keys = (x.b, lent.range[1] - lent.range[0], x.kv_heads, x.d)
-            shapes += [(x.b, x.s, x.heads, x.d), keys, keys]
-        parts = exchange._buffers.take("gradients", shapes, x.dtype, x.device)
+            of_keys = (x.b, lent.range[1] - lent.range[0], x.kv_heads, x.d)
+            shapes += [(x.b, x.s, x.heads, x.d), of_keys, of_keys]
+        self._parts = exchange.take("gradients", shapes, x.dtype)
         helpers = [lent.helper for lent in exchange.lent for _ in range(3)]
-        exchange._wait(exchange._traffic.post(sends, list(zip(parts, helpers, strict=True))))
+        self._results = exchange.post(sends, list(zip(self._parts, helpers, strict=True)))
+
+    def collect(self) -> list[tuple[Range, Tensor, Tensor, Tensor]]:
+        """(range, dq, dk, dv) of what this rank lent."""
+        exchange = self._exchange
+        exchange.wait(exchange.keys, self._batch, self._results)
         exchange.let_go()
-        return [
-            (lent.range, *parts[3 * index : 3 * index + 3])  # type: ignore[misc]
-            for index, lent in enumerate(exchange.lent)
-        ]
+        dq, dk, dv = (self._parts[which::3] for which in range(3))
+        return list(zip([lent.range for lent in exchange.lent], dq, dk, dv, strict=True))

@@ -52,10 +52,12 @@ class _SlicedAttention(torch.autograd.Function):
         under_way = exchanges.forward.forward(q) if exchanges.forward is not None else None
         own_k, own_v = slots.read(*slots.positions(place.slot, place.slot + 1))
         parts = [backend.forward(q, own_k, own_v, causal=True)]
+        if under_way is not None:
+            under_way.help()
         for past in _own_ranges(slots, place, exchanges.forward):
             parts.append(backend.forward(q, *slots.read(*past), causal=False))
         if under_way is not None:
-            parts += under_way.finish()
+            parts += under_way.collect()
         out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
         # k and v are not saved: they stay in their slot until this unit's backward has run.
         ctx.save_for_backward(q, out, lse)
@@ -71,11 +73,13 @@ class _SlicedAttention(torch.autograd.Function):
         own = slots.read(*slots.positions(place.slot, place.slot + 1))
         dq_own, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
         dq_parts = [dq_own]
+        if under_way is not None:
+            under_way.help()
         for past in _own_ranges(slots, place, ctx.exchange):
             dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
-        for past, dq_part, dk_part, dv_part in under_way.finish() if under_way is not None else ():
+        for past, dq_part, dk_part, dv_part in under_way.collect() if under_way is not None else ():
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)

@@ -52,7 +52,8 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     if config.pipeline.exchange != "off" and config.parallel.pp > 1:
         progress("balancing the plan")
         granule = config.pipeline.exchange_granule or default_granule(work.slice_tokens)
-        exchange = balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens)
+        # Balanced by attention, not by the slots' whole time: an owner waits for its longest helper in every layer.
+        exchange = balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens, fill="attention")
         plan = add_exchange(plan, exchange)
     if config.vocab_parallel:
         progress("placing the vocabulary passes")
@@ -64,7 +65,7 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     progress("checking the plan")
     peaks = check(plan, exchange=exchange)
     progress("finding the plan's send window")
-    window = max(2, least_send_window(plan))
+    window = max(2, least_send_window(plan, exchange=exchange))
     progress("replaying the plan in NCCL's order")
     replay_in_order(plan, send_window=window, exchange=exchange)
     return Planned(plan, exchange, window, peaks)

@@ -73,8 +73,8 @@ def test_delays_change_nothing(case: Case, pool: Callable[[int], Pool]) -> None:
 
 def with_delays(rank: int, world: int, case: Case) -> RankReport:
     chance = random.Random(rank)
-    post, finish = DistributedExchange.post, exchange_module._ForwardUnderWay.finish
-    finish_backward = exchange_module._BackwardUnderWay.finish
+    post, help_forward = DistributedExchange.post, exchange_module._ForwardUnderWay.help
+    help_backward = exchange_module._BackwardUnderWay.help
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
         def delayed(*arguments: Any) -> Any:
@@ -85,8 +85,8 @@ def with_delays(rank: int, world: int, case: Case) -> RankReport:
 
     with (
         mock.patch.object(DistributedExchange, "post", late(post)),
-        mock.patch.object(exchange_module._ForwardUnderWay, "finish", late(finish)),
-        mock.patch.object(exchange_module._BackwardUnderWay, "finish", late(finish_backward)),
+        mock.patch.object(exchange_module._ForwardUnderWay, "help", late(help_forward)),
+        mock.patch.object(exchange_module._BackwardUnderWay, "help", late(help_backward)),
     ):
         session = Session(config_of(case))
         roughen(session.weights())
@@ -140,7 +140,7 @@ def _gradient_of_a_lent_part_is_lost(self: Any) -> list[Any]:
     return _BACKWARD(self)[:-1]
 
 
-_FORWARD, _BACKWARD = exchange_module._ForwardUnderWay.finish, exchange_module._BackwardUnderWay.finish
+_FORWARD, _BACKWARD = exchange_module._ForwardUnderWay.collect, exchange_module._BackwardUnderWay.collect
 
 
 def _lent_part_is_computed_here_too(ranges: Sequence[Any], lent: Sequence[Any]) -> list[Any]:
@@ -148,9 +148,9 @@ def _lent_part_is_computed_here_too(ranges: Sequence[Any], lent: Sequence[Any]) 
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "a lent part is lost": (exchange_module._ForwardUnderWay, "finish", _lent_part_is_lost),
-    "a lent part comes twice": (exchange_module._ForwardUnderWay, "finish", _lent_part_comes_twice),
-    "a lent part's gradient is lost": (exchange_module._BackwardUnderWay, "finish", _gradient_of_a_lent_part_is_lost),
+    "a lent part is lost": (exchange_module._ForwardUnderWay, "collect", _lent_part_is_lost),
+    "a lent part comes twice": (exchange_module._ForwardUnderWay, "collect", _lent_part_comes_twice),
+    "a lent part's gradient is lost": (exchange_module._BackwardUnderWay, "collect", _gradient_of_a_lent_part_is_lost),
     "a lent part is computed here too": (attention_module, "without", _lent_part_is_computed_here_too),
 }
 

@@ -32,8 +32,10 @@ class Batch(Protocol):
     """Transfers under way together."""
 
     def wait(self) -> None:
-        """Returns once the work that follows may use what was received (on a GPU the device waits, not the host). May be
-        called again."""
+        """Returns once the work that follows may use what was received; on a GPU the device waits, not the host.
+
+        May be called again.
+        """
         ...
 
 

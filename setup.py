@@ -69,7 +69,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "numpy",
-        "pydantic>=2",
+        "pydantic>=2.10",
         "pyyaml",
         "typer",
         "rich",

@@ -45,6 +45,18 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n8": {"length": 65536, "m": 2, "n": 8, "v": 1, "recompute": "norms", "vocab": False},
     "64k-n16": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False},
     "64k-n16-vocab": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True},
+    **{
+        f"64k-n16-{mode}": {
+            "length": 65536,
+            "m": 2,
+            "n": 16,
+            "v": 1,
+            "recompute": "norms",
+            "vocab": True,
+            "exchange": mode,
+        }
+        for mode in ("pairwise", "balanced")
+    },
 }
 COLUMNS = {
     "case": "",
@@ -80,6 +92,7 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
                 "slices": case["n"],
                 "virtual_stages": case["v"],
                 "vocab_parallel": case["vocab"],
+                "exchange": case.get("exchange", "off"),
             },
             "memory": {"recompute": case["recompute"]},
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},

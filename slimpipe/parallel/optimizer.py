@@ -50,7 +50,7 @@ class MasterAdamW:
             for name, parameter in parameters.items()
             if self.masters[name] is not parameter
         ]
-
+        self.updates = 0
         self._take_memory()
 
     def _take_memory(self) -> None:
@@ -77,8 +77,19 @@ class MasterAdamW:
         self._adamw.step()
         for master in self.masters.values():
             master.grad = None
+        self.updates += 1
+        self._lower()
+
+    def _lower(self) -> None:
         if self._lowered:
             torch._foreach_copy_([low for low, _ in self._lowered], [master.data for _, master in self._lowered])
+
+    def restored(self, updates: int) -> None:
+        """To be called once masters and moments hold the values they had after `updates` updates."""
+        self.updates = updates
+        for master in self.masters.values():
+            self._adamw.state[master]["step"].fill_(updates)
+        self._lower()
 
     def state(self) -> dict[str, Tensor]:
         """Moments by layout-free name: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`."""

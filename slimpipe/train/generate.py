@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,8 +68,10 @@ def load_run(run: Path, device: torch.device) -> tuple[Config, Stage]:
         dtype=DTYPES[config.train.dtype],
         device=device,
     )
-    with torch.no_grad():
-        checkpoint.load_weights(checkpoint.newest(run), {name: p.data for name, p in stage.parameters.items()})
+    choice = checkpoint.newest(run)
+    for line in choice.told():
+        print(line, file=sys.stderr)
+    checkpoint.load_weights(choice.checkpoint, {name: p.data for name, p in stage.parameters.items()}, verified=True)
     return config, stage
 
 

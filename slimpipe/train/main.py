@@ -128,8 +128,9 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
 
 
 def _save(config: Config, session: Session, lead: bool) -> None:
-    output = Path(config.train.output)
-    where = checkpoint.save(checkpoint.place(output, session.steps_done), session.state(), lead)
+    where = checkpoint.place(Path(config.train.output), session.steps_done)
+    peers = checkpoint.Peers.of_job("checkpoint", 3600)
+    checkpoint.write(where, session.state(), {"step": session.steps_done}, peers, lambda count: None)
     if lead:
         print(f"checkpoint: {where}", flush=True)
 

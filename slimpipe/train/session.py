@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ByRows
 
 from slimpipe.kernels.attention import select_backend
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
@@ -30,6 +28,7 @@ from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_s
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
+from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.planning import make_plan
 
 if TYPE_CHECKING:
@@ -170,32 +169,30 @@ class Session:
         """Without the padding of a vocabulary shard."""
         return tensor[: self.shards[name].rows.count] if name in self.shards else tensor
 
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this rank (`slimpipe.train.checkpoint`): fp32 weights, moments, steps done."""
-        counted = self._counted_once()
-        state = {"step": torch.tensor(self.steps_done)}
+    def state(self) -> State:
+        """What a checkpoint holds of this rank (`slimpipe.train.checkpoint`): fp32 weights, moments, counts of steps.
+
+        The tensors are the live ones: filling them restores the state, once `restored` has been called.
+        """
+        counts = {"step": self.steps_done, "optimizer.updates": self.optimizer.updates}
+        state = {name: Part.whole(torch.tensor(count)) for name, count in counts.items()}
         for name, master in self.optimizer.masters.items():
-            if name in counted:
-                state[f"model.{name}"] = self._whole(name, master.data)
+            state[f"model.{name}"] = self._part(name, master.data)
         for key, moment in self.optimizer.state().items():
-            name = key.rsplit(".", 1)[0]
-            if name in counted:
-                state[f"optimizer.{key}"] = self._whole(name, moment)
+            state[f"optimizer.{key}"] = self._part(key.rsplit(".", 1)[0], moment)
         return state
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A vocabulary shard as a DTensor of the whole weight, cut by rows over pp: no layout in the checkpoint."""
-        if name not in self.shards or self.mesh is None:
-            return self._real_rows(name, tensor)
-        total, width = self.shards[name].rows.total, tensor.shape[1]
-        return DTensor.from_local(
-            self._real_rows(name, tensor),
-            self.mesh["pp"],
-            [ByRows(0)],
-            run_check=False,
-            shape=torch.Size((total, width)),
-            stride=(width, 1),
-        )
+    def restored(self, state: State) -> None:
+        """To be called with what `state` gave, once its tensors hold the values of a checkpoint."""
+        self.steps_done = int(state["step"].tensor)
+        self.optimizer.restored(int(state["optimizer.updates"].tensor))
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """A vocabulary shard by its place in the whole weight: no layout in the checkpoint."""
+        if name not in self.shards:
+            return Part.whole(tensor)
+        rows = self.shards[name].rows
+        return Part.rows(self._real_rows(name, tensor), rows.first, rows.total)
 
     def step_gradients(self, tokens: Tensor, labels: Tensor) -> float:
         """Forward and backward of one global batch, no update. The loss, the same on every rank.

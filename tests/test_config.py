@@ -166,7 +166,12 @@ BAD = [
         "pipeline.layers_per_stage = 4: must be a list, each a whole number > 0, or null",
     ),
     ("pipeline", "layers_per_stage", [0], "pipeline.layers_per_stage[0] = 0: must be a whole number > 0"),
-    ("memory", "recompute", "all", "memory.recompute = all: must be none or norms"),
+    (
+        "memory",
+        "recompute",
+        "all",
+        "memory.recompute = all: must be none, norms, mlp, all_but_attention or full",
+    ),
     (
         "model",
         "rope_scaling",
@@ -216,12 +221,6 @@ BAD = [
         "vocab_parallel",
         "yes please",
         "pipeline.vocab_parallel = yes please: must be true, false or null",
-    ),
-    (
-        "memory",
-        "recompute",
-        "all_but_attention",
-        "memory.recompute = all_but_attention: this recomputation is not built yet; set it to none or norms",
     ),
     ("memory", "swap", "auto", "memory.swap = auto: swapping to host memory is not built yet; set it to off"),
     ("memory", "swap", 0.75, "memory.swap = 0.75: swapping to host memory is not built yet; set it to off"),

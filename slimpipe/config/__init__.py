@@ -12,6 +12,7 @@ from slimpipe.config.sections import (
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
+    Recompute,
     RopeScaling,
     TrainConfig,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PipelineConfig",
+    "Recompute",
     "RopeScaling",
     "TrainConfig",
     "check_output",

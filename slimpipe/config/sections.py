@@ -171,13 +171,19 @@ class PipelineConfig(Section):
     trace: bool = Field(default=False, description="Print every action and transfer.")
 
 
+Recompute = Literal["none", "norms", "mlp", "all_but_attention", "full"]
+
+
 class MemoryConfig(Section):
     """What activations cost."""
 
     path: ClassVar[str] = "memory"
-    recompute: Annotated[
-        Literal["none", "norms"], Planned("this recomputation", ("mlp", "all_but_attention", "full"))
-    ] = Field(default="none", description="`norms` makes norm outputs and the SwiGLU product again in the backward.")
+    recompute: Recompute = Field(
+        default="none",
+        description="What is made again in the backward, each more than the last. `norms`: norm outputs and the SwiGLU "
+        "product; `mlp`: also the gate and up projection; `all_but_attention`: all of a block but its attention, whose "
+        "output is kept; `full`: attention too.",
+    )
     swap: Annotated[Literal["off"], Planned("swapping to host memory", ("auto",), when=_ratio)] = Field(
         default="off", description="Activations in host memory."
     )

@@ -56,11 +56,18 @@ class _RMSNorm(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, keep: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, keep: bool, rows: int | None
+    ) -> Tensor:
         y, rstd = rms_norm_forward(x, norm_weight, eps)
         ctx.save_for_backward(x, rstd, norm_weight, weight, y if keep else None)
         ctx.norm_acc, ctx.acc = main_grad(norm_weight), main_grad(weight)
-        return y @ weight.T
+        if rows is None:
+            return y @ weight.T
+        out = y.new_empty(*y.shape[:-1], weight.shape[0])
+        torch.mm(y.flatten(0, -2), weight[:rows].T, out=out.flatten(0, -2)[:, :rows])
+        out[..., rows:].zero_()
+        return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,7 +77,7 @@ class _NormLinear(torch.autograd.Function):
         dw = matrix_gradient(ctx.acc, g, y)
         del y
         dx, dnorm = rms_norm_backward(g @ weight, x, rstd, norm_weight)
-        return dx, vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype), dw, None, None
+        return dx, vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype), dw, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,9 +85,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, recompute: bool) -> Tensor:
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, recompute: bool, rows: int | None = None
+) -> Tensor:
     """rms_norm(x) W^T: x [.., H], norm_weight [H], weight [out, H] -> [.., out].
 
-    With `recompute` the normalised x is not kept for the backward but made again there (bitwise the same).
+    With `recompute` the normalised x is not kept for the backward but made again there (bitwise the same). With `rows`
+    only so many outputs are computed and the others are zero, whatever gradients come for them: for a run that is made
+    for its backward alone, where the others' values are not read.
     """
-    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute)
+    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute, rows)

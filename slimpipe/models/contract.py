@@ -9,6 +9,12 @@ A model is a `torch.nn.Module` built from the whole `Config`, with three attribu
 
 It is built on the meta device, and each rank gives memory only to its own part; so a block keeps no buffers with values
 of its own. What depends on the token's place it takes from the slice: `slice.positions`, `slice.attend`, `slice.memo`.
+
+What a block keeps for its backward is `memory.recompute`'s to say. `all_but_attention` and `full` work for every block:
+it runs twice, the second time within its backward, from its input (and, in `all_but_attention`, the outcome of its
+attention). A block must therefore do the same each time and change neither its input nor what `attend` gave in place;
+random numbers are the same again. `norms` and `mlp` are what the block makes of them: those built from
+`slimpipe.models.layers` have them, and `recomputed(part, x)` there lets any part of a block keep its input only.
 """
 
 from __future__ import annotations
@@ -34,6 +40,15 @@ class Slice(Protocol):
         """Absolute positions of the slice's tokens, [s] int64."""
         ...
 
+    @property
+    def again(self) -> bool:
+        """Whether the block runs a second time, for its backward alone.
+
+        Neither the k and v that it gives to `attend` are read then, nor its output: a block may leave out what only
+        those need. Their gradients come as ever.
+        """
+        ...
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention over the whole prefix, this slice included. A block calls it once.
 
@@ -43,7 +58,10 @@ class Slice(Protocol):
         ...
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
-        """make(), once for this slice: later calls with the same key return the same object (RoPE tables, say)."""
+        """make(), once for this slice: later calls with the same key return the same object (RoPE tables, say).
+
+        It must depend on no parameter and no activation, and all blocks must mean the same by one key.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slimpipe.config import Config
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
 from slimpipe.models.contract import Slice
+from slimpipe.models.layers import recomputed
 
 
 class Block(nn.Module):
@@ -20,7 +21,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         model = config.model
-        self.layer, self.model = layer, model
+        self.layer, self.model, self.lean = layer, model, config.memory.recompute == "mlp"
         self.norm = nn.LayerNorm(model.hidden_size)
         self.qkv = nn.Linear(model.hidden_size, (model.heads + 2 * model.kv_heads) * model.head_dim)
         self.out = nn.Linear(model.heads * model.head_dim, model.hidden_size, bias=False)
@@ -35,7 +36,10 @@ class Block(nn.Module):
         frequencies = inverse_frequencies(model.head_dim, model.rope_theta, None, x.device)
         cos, sin = slice.memo("rope", lambda: rope_table(slice.positions, frequencies))
         attention = self.out(slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v).flatten(2))
-        return x + attention + self.down(nn.functional.gelu(self.up(y)))
+        return x + attention + (recomputed(self.feed_forward, y) if self.lean else self.feed_forward(y))
+
+    def feed_forward(self, y: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(y)))
 
 
 class Head(nn.Module):

@@ -1,18 +1,25 @@
 """Building blocks for models: parameters in modules, mathematics in `slimpipe.kernels`.
 
-They hold fp32-accumulating weight gradients and the recompute of `memory.recompute: norms`. Plain torch.nn modules work
-in a model too; they take one more pass over each weight gradient.
+They hold fp32-accumulating weight gradients and what `memory.recompute` says of them. Plain torch.nn modules work in a
+model too; they take one more pass over each weight gradient.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from slimpipe.kernels.embedding import embedding
 from slimpipe.kernels.linear import linear
+from slimpipe.kernels.mlp import norm_swiglu
 from slimpipe.kernels.norm import norm_linear, rms_norm
 from slimpipe.kernels.swiglu import swiglu_linear
+from slimpipe.kernels.twice import recomputed as recomputed
+
+if TYPE_CHECKING:
+    from slimpipe.config import Recompute
 
 
 class Linear(nn.Module):
@@ -60,18 +67,21 @@ class Head(nn.Module):
         return self.norm(x)
 
 
-def project_normed(x: Tensor, norm: RMSNorm, projection: Linear, recompute: bool) -> Tensor:
-    """projection(norm(x)); with `recompute` the normalised x is not kept for the backward."""
-    return norm_linear(x, norm.weight, projection.weight, norm.eps, recompute)
+def project_normed(x: Tensor, norm: RMSNorm, projection: Linear, recompute: bool, rows: int | None = None) -> Tensor:
+    """projection(norm(x)); with `recompute` the normalised x is not kept for the backward. `rows`: see norm_linear."""
+    return norm_linear(x, norm.weight, projection.weight, norm.eps, recompute, rows)
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate) * up) behind a norm: gate and up are one GEMM, weight [2 I, H] with gate's rows first."""
 
-    def __init__(self, size: int, inner: int, recompute: bool) -> None:
+    def __init__(self, size: int, inner: int, recompute: Recompute) -> None:
         super().__init__()
         self.gate_up, self.down, self.recompute = Linear(size, 2 * inner), Linear(inner, size), recompute
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        gate_up = project_normed(x, norm, self.gate_up, self.recompute)
-        return swiglu_linear(gate_up, self.down.weight, self.recompute)
+    def forward(self, x: Tensor, norm: RMSNorm, again: bool = False) -> Tensor:
+        """`again`: the run is for its backward alone (`Slice.again`); the value is zero then."""
+        if self.recompute in ("none", "norms"):
+            lean = self.recompute == "norms"
+            return swiglu_linear(project_normed(x, norm, self.gate_up, lean), self.down.weight, lean)
+        return norm_swiglu(x, norm.weight, self.gate_up.weight, self.down.weight, norm.eps, value=not again)

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         model = config.model
         self.layer, self.settings = layer, model
-        self.recompute = config.memory.recompute != "none"
+        self.lean = config.memory.recompute in ("norms", "mlp")
         self.heads = (model.heads, model.kv_heads, model.kv_heads)
         self.qkv = Linear(model.hidden_size, sum(self.heads) * model.head_dim)
         self.output = Linear(model.heads * model.head_dim, model.hidden_size)
@@ -29,7 +29,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
     def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> Tensor:
-        qkv = project_normed(x, norm, self.qkv, self.recompute).unflatten(-1, (-1, self.settings.head_dim))
+        # Of a second run no key or value is read but by its norm: only queries are computed.
+        queries = self.heads[0] * self.settings.head_dim if slice.again and self.k_norm is None else None
+        qkv = project_normed(x, norm, self.qkv, self.lean, queries).unflatten(-1, (-1, self.settings.head_dim))
         q, k, v = qkv.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -53,11 +55,11 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.mlp = SwiGLU(model.hidden_size, model.intermediate_size, config.memory.recompute != "none")
+        self.mlp = SwiGLU(model.hidden_size, model.intermediate_size, config.memory.recompute)
 
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
         x = x + self.attention(x, self.attention_norm, slice)
-        return x + self.mlp(x, self.mlp_norm)
+        return x + self.mlp(x, self.mlp_norm, slice.again)
 
 
 class Llama(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slimpipe.config.sections import ModelConfig
+    from slimpipe.config.sections import ModelConfig, Recompute
 
 
 def layer_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
@@ -24,3 +24,28 @@ def step_flops(model: ModelConfig, sequence_length: int, sequences: int) -> floa
     gemm, attention = layer_flops_per_token(model, sequence_length)
     head = 2.0 * model.hidden_size * model.vocab_size
     return 3.0 * sequences * sequence_length * (model.layers * (gemm + attention) + head)
+
+
+def recomputed_shares(model: ModelConfig, recompute: Recompute) -> tuple[float, float]:
+    """(of the GEMMs, of the attention) the parts of a layer's forward that its backward does once more.
+
+    slimpipe's own blocks leave out what a second run does not need: the keys and values, where no norm reads them, and
+    the down projection. A block of the user's own runs again whole, and `mlp` is its own affair.
+    """
+    attention = 1.0 if recompute == "full" else 0.0
+    if recompute in ("none", "norms"):
+        return 0.0, attention
+    if model.name != "llama":
+        return (0.0 if recompute == "mlp" else 1.0), attention
+    q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    again = 2 * model.intermediate_size
+    if recompute != "mlp":
+        again += 2 * q_width + (2 * kv_width if model.qk_norm else 0)
+    return again / (2 * q_width + 2 * kv_width + 3 * model.intermediate_size), attention
+
+
+def recomputed_flops_per_token(model: ModelConfig, recompute: Recompute, sequence_length: int) -> tuple[float, float]:
+    """(GEMM, attention) operations that one layer's backward adds for one token by making the forward's again."""
+    forward = layer_flops_per_token(model, sequence_length)
+    gemm, attention = recomputed_shares(model, recompute)
+    return forward[0] * gemm, forward[1] * attention

@@ -7,36 +7,39 @@ from typing import TYPE_CHECKING
 from slimpipe.schedule import Shape
 
 if TYPE_CHECKING:
-    from slimpipe.config.sections import ModelConfig
+    from slimpipe.config.sections import ModelConfig, Recompute
 
 
-def layer_bytes_per_token(model: ModelConfig, recompute: str, element: int = 2) -> dict[str, int]:
-    """What one layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2 for
-    bf16).
+def layer_bytes_per_token(model: ModelConfig, recompute: Recompute, element: int = 2) -> dict[str, int]:
+    """What one Llama layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2
+    for bf16).
 
-    K and V lie in the KV slots and are counted here. Statistics are fp32. `recompute` is none or norms.
+    K and V lie in the KV slots and are counted here. Statistics are fp32 (fp64 where `element` is 8).
     """
     hidden, inner = model.hidden_size * element, model.intermediate_size * element
     q_width = model.heads * model.head_dim * element
     kv_width = model.kv_heads * model.head_dim * element
-    kept = {
-        "input": hidden,
-        "q": q_width,
-        "k, v": 2 * kv_width,
-        "attention output": q_width,
-        "log-sum-exp": 4 * model.heads,
-        "attention residual": hidden,
-        "gate, up": 2 * inner,
-        "norm statistics": 2 * 4,
-    }
+    statistic = max(4, element)
+    kept = {"input": hidden, "k, v": 2 * kv_width}
+    if recompute == "full":
+        return kept
+    kept |= {"attention output": q_width, "log-sum-exp": statistic * model.heads}
+    if recompute == "all_but_attention":
+        return kept
+    kept |= {"q": q_width, "attention residual": hidden, "attention norm's statistics": statistic}
     if model.qk_norm:
-        kept["q, k before their norms"] = q_width + kv_width + 4 * (model.heads + model.kv_heads)
+        # Views of one tensor, which holds the values too.
+        kept["q, k, v before the norms"] = q_width + 2 * kv_width
+        kept["q, k norms' statistics"] = statistic * (model.heads + model.kv_heads)
+    if recompute == "mlp":
+        return kept
+    kept |= {"gate, up": 2 * inner, "feed-forward norm's statistics": statistic}
     if recompute == "none":
         kept |= {"norm outputs": 2 * hidden, "SwiGLU product": inner}
     return kept
 
 
-def microbatch_bytes(model: ModelConfig, recompute: str, tokens: int, element: int = 2) -> int:
+def microbatch_bytes(model: ModelConfig, recompute: Recompute, tokens: int, element: int = 2) -> int:
     """M_a: activations of one microbatch over all layers, K and V included; `tokens` = S x micro_batch."""
     return tokens * model.layers * sum(layer_bytes_per_token(model, recompute, element).values())
 

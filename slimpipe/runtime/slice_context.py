@@ -10,13 +10,21 @@ from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
-from slimpipe.runtime.sliced_attention import Exchanges, sliced_attention
+from slimpipe.runtime.sliced_attention import (
+    Exchanges,
+    LayerAttention,
+    attention_again,
+    attention_to_keep,
+    sliced_attention,
+)
 
 T = TypeVar("T")
 
 
 class SliceContext:
     """Implements `slimpipe.models.contract.Slice` for one unit."""
+
+    again = False
 
     def __init__(
         self,
@@ -35,6 +43,22 @@ class SliceContext:
         self._memo: dict[str, Any] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._meet(layer, q)
+        return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
+
+    def attend_to_keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`attend` in a block's first run: (out, LSE)."""
+        self._meet(layer, q)
+        return attention_to_keep(q, k, v, self._attention(layer))
+
+    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`attend` in a block's second run; `known` are (out, LSE) of the first."""
+        return attention_again(q, k, v, self._attention(layer), known)
+
+    def _attention(self, layer: int) -> LayerAttention:
+        return LayerAttention(self._slots[layer], self._place, self._backend, self._exchanges)
+
+    def _meet(self, layer: int, q: Tensor) -> None:
         if layer not in self._slots:
             held = ", ".join(map(str, self._slots))
             raise ValueError(
@@ -44,7 +68,6 @@ class SliceContext:
             raise ValueError(f"slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys")
         self._attended.add(layer)
         self.query_shape = q.shape
-        return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
 
     def enter_layer(self, layer: int) -> None:
         """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""

@@ -30,52 +30,38 @@ class Exchanges:
     backward: LayerExchange | None = None
 
 
-def _own_ranges(slots: LayerSlots, place: SlicePlace, exchange: LayerExchange | None) -> list[Range]:
-    """Positions of the past that this rank computes itself."""
-    past = [slots.positions(*slot_range) for slot_range in place.past]
-    return past if exchange is None else without(past, [loan.range for loan in exchange.lent])
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's attention of one slice: where keys and values lie, and who computes what."""
 
+    slots: LayerSlots
+    place: SlicePlace
+    backend: AttentionBackend
+    exchanges: Exchanges
 
-class _SlicedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: LayerSlots,
-        place: SlicePlace,
-        backend: AttentionBackend,
-        exchanges: Exchanges,
-    ) -> Tensor:
-        slots.write(place.slot, k, v)
-        under_way = exchanges.forward.forward(q) if exchanges.forward is not None else None
-        own_k, own_v = slots.read(*slots.positions(place.slot, place.slot + 1))
-        parts = [backend.forward(q, own_k, own_v, causal=True)]
+    def forward(self, q: Tensor, exchange: LayerExchange | None) -> tuple[Tensor, Tensor]:
+        """(out, LSE) over the whole prefix, whose keys and values, the slice's own too, are in the slots."""
+        slots, backend = self.slots, self.backend
+        under_way = exchange.forward(q) if exchange is not None else None
+        parts = [backend.forward(q, *self._own(), causal=True)]
         if under_way is not None:
             under_way.help()
-        for past in _own_ranges(slots, place, exchanges.forward):
+        for past in self._own_ranges(exchange):
             parts.append(backend.forward(q, *slots.read(*past), causal=False))
         if under_way is not None:
             parts += under_way.collect()
-        out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
-        # k and v are not saved: they stay in their slot until this unit's backward has run.
-        ctx.save_for_backward(q, out, lse)
-        ctx.slots, ctx.place, ctx.backend, ctx.exchange = slots, place, backend, exchanges.backward
-        return out
+        return merge([part[0] for part in parts], [part[1] for part in parts])
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse = ctx.saved_tensors
-        slots, place, backend = ctx.slots, ctx.place, ctx.backend
+    def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of the slice; the past's part of dK, dV goes into the slots' accumulators."""
+        slots, place, backend, exchange = self.slots, self.place, self.backend, self.exchanges.backward
         dout = dout.contiguous()
-        under_way = ctx.exchange.backward((q, out, lse, dout)) if ctx.exchange is not None else None
-        own = slots.read(*slots.positions(place.slot, place.slot + 1))
-        dq_own, dk, dv = backend.backward(dout, q, *own, out, lse, causal=True)
+        under_way = exchange.backward((q, out, lse, dout)) if exchange is not None else None
+        dq_own, dk, dv = backend.backward(dout, q, *self._own(), out, lse, causal=True)
         dq_parts = [dq_own]
         if under_way is not None:
             under_way.help()
-        for past in _own_ranges(slots, place, ctx.exchange):
+        for past in self._own_ranges(exchange):
             dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
@@ -83,7 +69,47 @@ class _SlicedAttention(torch.autograd.Function):
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)
-        return _sum_rounded_once(dq_parts), dk, dv, None, None, None, None
+        return _sum_rounded_once(dq_parts), dk, dv
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        return self.slots.read(*self.slots.positions(self.place.slot, self.place.slot + 1))
+
+    def _own_ranges(self, exchange: LayerExchange | None) -> list[Range]:
+        """Positions of the past that this rank computes itself."""
+        past = [self.slots.positions(*slot_range) for slot_range in self.place.past]
+        return past if exchange is None else without(past, [loan.range for loan in exchange.lent])
+
+
+class _SlicedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> Tensor:
+        layer.slots.write(layer.place.slot, k, v)
+        out, lse = layer.forward(q, layer.exchanges.forward)
+        # k and v are not saved: they stay in their slot until this unit's backward has run.
+        ctx.save_for_backward(q, out, lse)
+        ctx.layer = layer
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.layer.backward(dout, *ctx.saved_tensors), None
+
+
+class _AttentionAgain(torch.autograd.Function):
+    """In the second run of a block: k and v take gradients, and their values are not looked at."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, known: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        out, lse = known if known is not None else layer.forward(q, layer.exchanges.backward)
+        ctx.save_for_backward(q, out, lse)
+        ctx.layer = layer
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.layer.backward(dout, *ctx.saved_tensors), None, None
 
 
 def _sum_rounded_once(parts: list[Tensor]) -> Tensor:
@@ -107,4 +133,20 @@ def sliced_attention(
     `place.slot`; the past is read from `place.past`. Forwards must come in ascending slice order and backwards in
     descending order, which the plan's checker proves.
     """
-    return _SlicedAttention.apply(q, k, v, slots, place, backend, exchanges or Exchanges())
+    return _SlicedAttention.apply(q, k, v, LayerAttention(slots, place, backend, exchanges or Exchanges()))
+
+
+def attention_to_keep(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> tuple[Tensor, Tensor]:
+    """`sliced_attention` in a first run, which records no gradients: (out, LSE [b, heads, s]), for the second."""
+    layer.slots.write(layer.place.slot, k, v)
+    return layer.forward(q, layer.exchanges.forward)
+
+
+def attention_again(
+    q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, known: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """`sliced_attention` in a second run: the slice's keys and values are in their slot, and nothing is written.
+
+    `known`: (out, LSE) from the first run. None: attention itself runs again, with the loans of the backward's slot.
+    """
+    return _AttentionAgain.apply(q, k, v, layer, known)

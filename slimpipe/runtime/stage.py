@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy, linear_token_losses
 from slimpipe.models.contract import Slice, initialise
+from slimpipe.runtime.recompute import run_block
 from slimpipe.schedule import Shape
+
+if TYPE_CHECKING:
+    from slimpipe.config import Recompute
 
 
 class StageSlice(Slice, Protocol):
@@ -39,16 +43,21 @@ class Stage:
     head: nn.Module | None
     parameters: dict[str, nn.Parameter]
     """By layout-free name: the name in the whole model."""
+    recompute: Recompute = "none"
 
     def forward(self, x: Tensor, slice: StageSlice) -> Tensor:
         """Tokens [b, s] in a stage with an embedding, else x [b, s, H] -> x [b, s, H], in the last stage the head's."""
         if self.embedding is not None:
             x = self.embedding(x)
-        for layer, block in zip(self.layers, self.blocks, strict=True):
+        for index, layer in enumerate(self.layers):
             slice.enter_layer(layer)
-            x = block(x, slice)
+            x = self.run_block(index, x, slice)
             slice.leave_layer(layer, x)
         return x if self.head is None else self.head(x)
+
+    def run_block(self, index: int, x: Tensor, slice: StageSlice) -> Tensor:
+        """The stage's block `index`, keeping for its backward what `memory.recompute` says."""
+        return run_block(self.blocks[index], x, slice, self.recompute)
 
     def loss(self, hidden: Tensor, labels: Tensor, scale: Tensor, chunk: int, loss: Loss) -> Tensor:
         """scale * sum of the losses over valid labels [b, s]; the last stage only, with the whole output layer. []"""
@@ -79,6 +88,7 @@ def build_stages(
     dtype: torch.dtype,
     device: torch.device,
     vocabulary: bool = False,
+    recompute: Recompute = "none",
 ) -> list[Stage]:
     """This rank's chunks, cut out of `model` (on the meta device), with memory and first values.
 
@@ -118,7 +128,7 @@ def build_stages(
         parameters: dict[str, nn.Parameter] = {}
         for module in (embedding, *blocks, head):
             parameters |= give_memory(module)  # type: ignore[arg-type]
-        stages.append(Stage(layers, first, last, blocks, embedding, head, parameters))  # type: ignore[arg-type]
+        stages.append(Stage(layers, first, last, blocks, embedding, head, parameters, recompute))  # type: ignore[arg-type]
     return stages
 
 

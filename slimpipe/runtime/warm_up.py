@@ -40,7 +40,7 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
             context = engine.context(chunk, index, place, device)
             x = torch.randn(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device).requires_grad_()
             before = _allocated(device)
-            out = stage.blocks[0](x, context)
+            out = stage.run_block(0, x, context)
             query_shape = context.query_shape
             graphs.append((get_gradient_edge(out), torch.randn_like(out)))
             # The output takes the place of the next block's input, so it counts once a layer. The first slice's block

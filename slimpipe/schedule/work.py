@@ -60,6 +60,16 @@ class Work:
         )
         return Work(forward, backward, self.slice_tokens)
 
+    def recomputing(self, dense: float, attention: float) -> Work:
+        """The same, where backwards do these parts of their forward once more."""
+        forward, backward = self.forward, self.backward
+        again = Load(
+            backward.dense + dense * forward.dense,
+            backward.own + attention * forward.own,
+            backward.token + attention * forward.token,
+        )
+        return Work(forward, again, self.slice_tokens)
+
     def costs(self) -> Costs:
         """The same without exchange, for the simulator."""
 

@@ -26,6 +26,8 @@ T = TypeVar("T")
 class CachedSlice:
     """The `Slice` of generation: new tokens attend to themselves and to all that the cache holds."""
 
+    again = False
+
     def __init__(self, cache: dict[int, tuple[Tensor, Tensor]], positions: Tensor, backend: AttentionBackend) -> None:
         self.positions = positions
         self._cache, self._backend = cache, backend

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slimpipe.plan.flops import layer_flops_per_token
+from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
 from slimpipe.schedule import (
     Exchange,
     Peaks,
@@ -75,4 +75,5 @@ def _work(config: Config) -> Work:
     """What a slice's forward and backward take, by operations: GEMMs and attention are taken to be equally fast."""
     gemm, attention = layer_flops_per_token(config.model, config.data.sequence_length)
     tokens = config.data.sequence_length // config.shape.n
-    return sliced_work(config.shape.n, attention / (gemm + attention), tokens)
+    work = sliced_work(config.shape.n, attention / (gemm + attention), tokens)
+    return work.recomputing(*recomputed_shares(config.model, config.memory.recompute))

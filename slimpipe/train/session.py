@@ -99,7 +99,13 @@ class Session:
         if config.vocab_parallel:
             shards, self.shards = build_shards(model, self.shape.p, self.rank, **values)
         self.stages = build_stages(
-            model, self.placement, self.shape, self.rank, **values, vocabulary=config.vocab_parallel
+            model,
+            self.placement,
+            self.shape,
+            self.rank,
+            **values,
+            vocabulary=config.vocab_parallel,
+            recompute=config.memory.recompute,
         )
         self.parameters = {name: shard.weight for name, shard in self.shards.items()}
         for stage in self.stages:

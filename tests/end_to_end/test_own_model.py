@@ -25,10 +25,12 @@ TOLERANCE = 1e-5
 STEPS = 8
 LAYERS = 8
 
+MODES = {(1, False): "none", (1, True): "mlp", (2, False): "all_but_attention", (2, True): "full"}
 LAYOUTS = {
-    f"v{v}-{'cut' if cut else 'whole'}-vocabulary": case(pp=2, v=v, n=4, m=2, mask="ragged", vocab_parallel=cut)
-    for v in (1, 2)
-    for cut in (False, True)
+    f"v{v}-{'cut' if cut else 'whole'}-vocabulary-{mode}": case(
+        pp=2, v=v, n=4, m=2, mask="ragged", vocab_parallel=cut, recompute=mode
+    )
+    for (v, cut), mode in MODES.items()
 }
 
 

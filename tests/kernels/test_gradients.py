@@ -13,6 +13,7 @@ from slimpipe.kernels.attention import PlainAttention, select_backend
 from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy, linear_token_losses
 from slimpipe.kernels.embedding import add_shard_gradient, embedding, shard_embedding
 from slimpipe.kernels.linear import linear
+from slimpipe.kernels.mlp import norm_swiglu
 from slimpipe.kernels.norm import norm_linear, rms_norm
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
 from slimpipe.kernels.swiglu import swiglu_linear
@@ -64,6 +65,11 @@ PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
     ),
     "swiglu, kept": (lambda x, w: swiglu_linear(x, w, False), plain_swiglu, [noise(2, 3, 12), noise(4, 6)]),
     "swiglu, made again": (lambda x, w: swiglu_linear(x, w, True), plain_swiglu, [noise(2, 3, 12), noise(4, 6)]),
+    "norm and swiglu": (
+        lambda x, n, u, d: norm_swiglu(x, n, u, d, EPS),
+        lambda x, n, u, d: plain_swiglu(plain_norm(x, n) @ u.T, d),
+        [noise(2, 3, 8), noise(8), noise(12, 8), noise(4, 6)],
+    ),
     "rope": (our_rope, plain_rope, [noise(2, 7, 3, 8)]),
 }
 

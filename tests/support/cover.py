@@ -15,7 +15,7 @@ OPTIONS: dict[str, list[Any]] = {
     "kv": ["gqa", "mha"],
     "tied": [False, True],
     "mask": ["none", "ragged"],
-    "recompute": ["none", "norms"],
+    "recompute": ["none", "norms", "mlp", "all_but_attention", "full"],
     "qk_norm": [False, True],
     "micro_batch": [1, 2],
     "layers": ["even", "uneven"],

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ from benchmarks import record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import prepare_process, start_processes
 from slimpipe.plan.flops import step_flops
+from slimpipe.plan.hardware import load_hardware
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
+from slimpipe.plan.predict import predict
 from slimpipe.runtime.watchdog import Progress, Watchdog
-from slimpipe.schedule import equal_costs, simulate
-from slimpipe.train.session import Session
+from slimpipe.schedule.formulas import bubble_fraction
+from slimpipe.train.session import Session, StepMetrics
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.jsonl"
+PROFILE = Path(__file__).parents[1] / "configs" / "hardware" / "h200_facts_nccl.yaml"
 PEAK_FLOPS = {"NVIDIA H200": 989e12}
 GIB = 2**30
 
@@ -45,6 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n8": {"length": 65536, "m": 2, "n": 8, "v": 1, "recompute": "norms", "vocab": False},
     "64k-n16": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False},
     "64k-n16-vocab": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True},
+    # Receives posted when they are wanted, and two actions ahead.
+    "64k-n16-ahead0": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False, "ahead": 0},
+    "64k-n16-vocab-ahead2": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ahead": 2},
     **{
         f"64k-n16-{mode}": {
             "length": 65536,
@@ -65,6 +72,8 @@ COLUMNS = {
     "tokens_per_s": ",.0f",
     "bubble": ".1%",
     "bubble_formula": ".1%",
+    "predicted_bubble": ".1%",
+    "exchange_overlap": ".1%",
     "activation_gib": ".2f",
     "expected_gib": ".2f",
     "activation_error": "+.1%",
@@ -86,13 +95,15 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
                 "vocab_size": 128256,
                 "rope_theta": 500000.0,
             },
-            "parallel": {"pp": ranks},
+            "parallel": {"pp": ranks, "carrier": case.get("carrier", "auto")},
             "pipeline": {
                 "schedule": "slimpipe",
                 "slices": case["n"],
                 "virtual_stages": case["v"],
                 "vocab_parallel": case["vocab"],
                 "exchange": case.get("exchange", "off"),
+                "receives_ahead": case.get("ahead"),
+                "hardware": case.get("hardware"),
             },
             "memory": {"recompute": case["recompute"]},
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
@@ -126,7 +137,7 @@ def worker(case: dict[str, Any], steps: int) -> None:
         lambda: session.clock.unfinished() if session is not None else None,
     )
     started = time.perf_counter()
-    session = Session(config, processes.device, progress)
+    session = Session(config, processes.carrier, progress)
     ready = time.perf_counter() - started
     held = torch.cuda.memory_allocated()
     generator = torch.Generator().manual_seed(0)
@@ -155,18 +166,39 @@ def worker(case: dict[str, Any], steps: int) -> None:
             "step_s_all": [round(row.seconds, 4) for row in rows],
             "tokens_per_s": case["m"] * case["length"] / seconds,
             "bubble": statistics.median(row.bubble for row in later),
-            "bubble_formula": simulate(session.plan, equal_costs()).bubble_fraction,
+            "bubble_formula": float(bubble_fraction(config.pipeline.schedule, session.shape)),
+            **prediction(config, session),
             "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
             "ce_chunk": session.ce_chunk,
             "loss": rows[-1].loss,
             "grad_norm": rows[-1].grad_norm,
             "ready_s": round(ready, 1),
+            **exchanged(session, later[-1]),
             **worst,
             "peak_gib_by_rank": " ".join(f"{found['peak_gib']:.1f}" for found in everyone),
             "by_rank": everyone,
         }
         print("ROW " + json.dumps(row), flush=True)
     dist.destroy_process_group()
+
+
+def prediction(config: Config, session: Session) -> dict[str, float]:
+    """The step on paper, with NCCL's rates beside compute; no norms, optimizer, recomputation or launches."""
+    timeline = predict(config, session.plan, session.exchange, load_hardware(PROFILE))
+    return {"predicted_s": timeline.makespan, "predicted_bubble": timeline.bubble_fraction}
+
+
+def exchanged(session: Session, row: StepMetrics) -> dict[str, Any]:
+    """The exchange of one step, where there is one."""
+    if session.exchange is None or row.exchange is None:
+        return {}
+    found = asdict(row.exchange)
+    return {
+        "loans": len(session.exchange.loans),
+        "sent_gib": round(sum(found.pop("sent_bytes")) / GIB, 2),
+        "received_gib": round(sum(found.pop("received_bytes")) / GIB, 2),
+        **{f"exchange_{key}": value for key, value in found.items()},
+    }
 
 
 def profile(session: Session, tokens: torch.Tensor, rank: int) -> None:
@@ -257,7 +289,8 @@ def main() -> None:
     for name in options.only or CASES:
         case = CASES[name] | {"layers": options.layers, "profile": options.profile}
         row = {"case": name, **case} | run_case(name, case, options.ranks, options.steps, options.limit)
-        row |= record.circumstances(f"python -m benchmarks.pipeline --only {name} --steps {options.steps}")
+        layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
+        row |= record.circumstances(f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}")
         record.append(options.results, row)
         rows.append(row)
     record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from slimpipe.config import load_config
+from slimpipe.config import Config, load_config
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.flops import layer_flops_per_token
 from slimpipe.plan.hardware import before_attention, load_hardware, loan_bytes
+from slimpipe.plan.predict import predict
 from slimpipe.schedule import LinkCost, PlanError, Rate, Shape, build
+from slimpipe.train.planning import make_plan
 
 ROOT = Path(__file__).parents[1]
 H200 = ROOT / "configs/hardware/h200_facts.yaml"
@@ -116,3 +119,60 @@ def test_unreadable_profiles_are_refused(tmp_path: Path) -> None:
     path.write_text("- 1\n")
     with pytest.raises(PlanError, match="must be a mapping of the keys name, "):
         load_hardware(path)
+
+
+def settings(exchange: str, hardware: Path | None, **sections: dict[str, Any]) -> Config:
+    """benchmarks/pipeline.py's 64k-n16."""
+    whole = {
+        "model": {**MODEL.model_dump(), "vocab_size": 2},
+        "parallel": {"pp": 2},
+        "pipeline": {
+            "slices": 16,
+            "vocab_parallel": False,
+            "exchange": exchange,
+            "hardware": None if hardware is None else str(hardware),
+        },
+        "data": {"corpus": "unused", "sequence_length": 65536},
+        "train": {"steps": 1, "output": "unused", "global_batch": 2, "dtype": "bfloat16"},
+    }
+    return Config.from_dict({key: value | sections.get(key, {}) for key, value in whole.items()})
+
+
+def slow(tmp_path: Path) -> Path:
+    """The same GPUs over TCP."""
+    profile = yaml.safe_load(H200.read_text())
+    profile["inside"] = {"latency_us": 100, "gb_per_s": 1}
+    path = tmp_path / "slow.yaml"
+    path.write_text(yaml.safe_dump(profile))
+    return path
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "balanced"])
+def test_a_run_makes_no_loans_where_the_link_is_too_slow(mode: str, tmp_path: Path) -> None:
+    assert make_plan(settings(mode, slow(tmp_path))).exchange is None
+    fast, blind = (make_plan(settings(mode, hardware)).exchange for hardware in (H200, None))
+    assert fast is not None and blind is not None and len(fast.loans) > 0 and len(blind.loans) > 0
+
+
+def test_prediction_of_a_run_equals_simulate() -> None:
+    """docs/exchange.md's row for two H200 at 64K, 370 GB/s; the output layer of two words takes next to nothing."""
+    for mode, idle in (("off", 0.067), ("pairwise", 0.052), ("balanced", 0.013)):
+        config = settings(mode, H200)
+        planned = make_plan(config)
+        timeline = predict(config, planned.plan, planned.exchange, load_hardware(H200))
+        assert timeline.bubble_fraction == pytest.approx(idle, abs=1e-3), mode
+
+
+def test_prediction_charges_the_output_layer() -> None:
+    """At 128256 words, by hand: three products of 4096 x 4096 x 128256 a slice at 680 TFLOP/s, on the last rank; in
+    passes half of it on each."""
+    vocabulary = {"model": {"vocab_size": 128256}}
+    found = {}
+    for vocab in (False, True):
+        config = settings("off", H200, **vocabulary, pipeline={"vocab_parallel": vocab})
+        planned = make_plan(config)
+        timeline = predict(config, planned.plan, planned.exchange, load_hardware(H200))
+        found[vocab] = [sum(span.end - span.start for span in spans) for spans in timeline.spans]
+    head = 32 * 3 * 2 * 4096 * 4096 * 128256 / 680e12
+    assert found[False][1] - found[False][0] == pytest.approx(head, rel=1e-6)
+    assert found[True][0] - found[False][0] == pytest.approx(head / 2, rel=1e-6)

@@ -128,6 +128,11 @@ class ParallelConfig(Section):
     dp: Annotated[PositiveInt, Allowed("1"), Planned("data parallelism", when=_above_one)] = Field(
         default=1, description="Data-parallel ranks."
     )
+    carrier: Literal["auto", "nccl", "host"] = Field(
+        default="auto",
+        description="What moves tensors between ranks. `auto`: NCCL between GPUs, gloo between CPUs. `host`: gloo, "
+        "through host memory: slow, but several processes can share a GPU.",
+    )
 
     @property
     def world_size(self) -> int:
@@ -162,6 +167,16 @@ class PipelineConfig(Section):
     )
     exchange_keep: Literal["none", "kv"] = Field(
         default="none", description="`kv`: helpers hold lent keys and values until the backward where they can."
+    )
+    hardware: Annotated[str | None, Allowed("a path or null")] = Field(
+        default=None,
+        description="Hardware profile (YAML) by whose rates and links the exchange is planned: loans that cost more "
+        "than they save are not made, and `exchange_granule` is chosen. Default: every loan is made.",
+    )
+    receives_ahead: Annotated[int | None, Field(ge=0, le=2), Allowed("0, 1, 2 or null")] = Field(
+        default=None,
+        description="Actions by which a receive is posted before its tensor is used. A receive of NCCL's occupies part "
+        "of the GPU from then on. Default: 0 with vocabulary passes or exchange, else 2.",
     )
     vocab_parallel: Annotated[bool | None, Allowed("true, false or null")] = Field(
         default=None,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimpipe.kernels.fuse import wide
+from slimpipe.runtime.carrier import Carrier
 
 
 class GradientBuffer:
@@ -43,20 +44,27 @@ def _move_to_main_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def sum_tied(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Adds up the gradients that first and last stage have for a weight they share (each holds a copy)."""
-    dist.all_reduce(gradient, group=group)
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None, carrier: Carrier) -> Tensor:
+    """Sum of every rank's tensor, on the carrier's device; the tensor itself where there is no group."""
+    if group is None:
+        return tensor
+    carried = carrier.outgoing(tensor)
+    dist.all_reduce(carried, group=group)
+    return carrier.incoming(carried)
 
 
-def global_norm(counted: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Tensor:
+def sum_tied(gradient: Tensor, group: dist.ProcessGroup, carrier: Carrier) -> None:
+    """Adds up, in place, the gradients that first and last stage have for a weight they share (each holds a copy)."""
+    gradient.copy_(sum_over(gradient, group, carrier))
+
+
+def global_norm(counted: Mapping[str, Tensor], group: dist.ProcessGroup | None, carrier: Carrier) -> Tensor:
     """L2 norm over all ranks of `group` of the gradients given; [] fp32 on their device.
 
     Every parameter must be given by one rank only: a tied weight's second copy is left out by the caller.
     """
     total = torch.stack(torch._foreach_norm(list(counted.values()))).square().sum()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return sum_over(total, group, carrier).sqrt()
 
 
 def clip(buffer: Tensor, norm: Tensor, limit: float) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slimpipe.runtime.carrier import Carrier
+
 if TYPE_CHECKING:
     from slimpipe.config import Config
 
@@ -21,12 +23,19 @@ class Processes:
 
     rank: int
     world: int
-    device: torch.device
+    carrier: Carrier
     store: dist.Store | None
 
+    @property
+    def device(self) -> torch.device:
+        return self.carrier.device
 
-def pick_device(name: str, local_rank: int, key: str = "train.device") -> torch.device:
-    """`auto` takes this process's GPU where there is one. Raises ValueError, naming `key`, where it is missing."""
+
+def pick_device(name: str, local_rank: int, key: str = "train.device", shared: bool = False) -> torch.device:
+    """`auto` takes this process's GPU where there is one; `shared`: processes beyond the last GPU start over.
+
+    Raises ValueError, naming `key`, where it is missing.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"{key} = {name}: must be auto, cpu or cuda")
     available = torch.cuda.is_available()
@@ -34,12 +43,23 @@ def pick_device(name: str, local_rank: int, key: str = "train.device") -> torch.
         return torch.device("cpu")
     if not available:
         raise ValueError(f"{key} = cuda: no GPU found; use cpu")
-    if local_rank >= torch.cuda.device_count():
+    found = torch.cuda.device_count()
+    if local_rank >= found and not shared:
         raise ValueError(
-            f"{key} = {name}: process {local_rank} of this node has no GPU of its own "
-            f"({torch.cuda.device_count()} found); start fewer processes a node"
+            f"{key} = {name}: process {local_rank} of this node has no GPU of its own ({found} found); start fewer "
+            "processes a node, or set parallel.carrier: host to share them"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % found)
+
+
+def pick_carrier(config: Config, local_rank: int) -> Carrier:
+    """The process's device, and what moves tensors to others'. Raises ValueError, naming the key, for what is not
+    there."""
+    through_host = config.parallel.carrier == "host"
+    device = pick_device(config.train.device, local_rank, shared=through_host)
+    if config.parallel.carrier == "nccl" and device.type == "cpu":
+        raise ValueError("parallel.carrier = nccl: moves the memory of GPUs, and this runs on a CPU; use auto")
+    return Carrier(device, through_host and device.type == "cuda")
 
 
 def prepare_process(config: Config) -> None:
@@ -65,26 +85,29 @@ def start_processes(config: Config) -> Processes:
     short one does not cut the start-up short.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = pick_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    carrier = pick_carrier(config, int(os.environ.get("LOCAL_RANK", "0")))
+    if carrier.device.type == "cuda":
+        torch.cuda.set_device(carrier.device)
     if world == 1:
-        return Processes(0, 1, device, None)
+        return Processes(0, 1, carrier, None)
     store, rank, world = next(dist.rendezvous("env://"))
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        carrier.backend,
         store=store,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=max(60.0, 2 * config.train.watchdog_seconds)),
     )
-    return Processes(rank, world, device, store)
+    return Processes(rank, world, carrier, store)
 
 
-def build_mesh(config: Config, device: torch.device) -> DeviceMesh | None:
-    """Mesh with dimensions pp, dp, cp, tp over the default process group; None without one."""
+def build_mesh(config: Config, carrier: Carrier) -> DeviceMesh | None:
+    """Mesh with dimensions pp, dp, cp, tp over the default process group; None without one.
+
+    Its device type is that of the memory that its groups carry.
+    """
     if not dist.is_initialized():
         return None
     parallel = config.parallel
     sizes = (parallel.pp, parallel.dp, parallel.cp, parallel.tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return init_device_mesh(carrier.memory.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from slimpipe.plan.flops import Recompute, recomputed_shares
 from slimpipe.plan.hardware import HardwareProfile, before_attention, loan_bytes
 from slimpipe.schedule import (
     Exchange,
@@ -57,7 +58,13 @@ class ExchangeSetting:
 
     @classmethod
     def on_hardware(
-        cls, hardware: HardwareProfile, model: ModelConfig, shape: Shape, sequence: int, attention_share: float | None
+        cls,
+        hardware: HardwareProfile,
+        model: ModelConfig,
+        shape: Shape,
+        sequence: int,
+        attention_share: float | None,
+        recompute: Recompute = "none",
     ) -> ExchangeSetting:
         """Times in seconds. `attention_share` None: what the profile's rates make of the model and the sequence."""
         if sequence % shape.n:
@@ -69,6 +76,7 @@ class ExchangeSetting:
         work = hardware.work(model, layers, tokens)
         if attention_share is not None:
             work = work.with_attention_share(shape.n, attention_share)
+        work = work.recomputing(*recomputed_shares(model, recompute))
         sizes, network = loan_bytes(model, tokens), hardware.network
         return cls(
             work,
@@ -79,18 +87,18 @@ class ExchangeSetting:
             worth_it(work, sizes, network, layers),
         )
 
-    def exchange(self, plan: Plan, mode: Mode) -> Exchange:
+    def exchange(self, plan: Plan, mode: Mode, granule: int | None = None) -> Exchange:
         """The plan's loans. Mode `balanced` takes quarter slices and fills by time; with transfers, what is best, which
-        may be no loans."""
+        may be no loans. `granule`, in tokens, replaces either."""
         tokens, near = self.work.slice_tokens, self.ranks_per_node
         if self.passes is None or mode != "balanced":
-            return balance(plan, mode, self.work, default_granule(tokens), tokens, ranks_per_node=near)
+            return balance(plan, mode, self.work, granule or default_granule(tokens), tokens, ranks_per_node=near)
         best = best_granularity(slots_of(plan), self.work, self.times, self.passes, near or plan.shape.p)
         found = balance(
             plan,
             mode,
             self.work,
-            best.granule,
+            granule or best.granule,
             tokens,
             self.passes,
             fill=best.fill,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.contact import contact_with
 from slimpipe.schedule.collectives import COMMUNICATORS, Communicator
 
@@ -42,42 +43,43 @@ class Collectives(Protocol):
 
 
 class _Work:
-    def __init__(self, work: dist.Work | None, result: Tensor, kept: Tensor, others: Sequence[int]) -> None:
-        self._work, self._result, self._kept, self._others = work, result, kept, others
+    def __init__(
+        self, work: dist.Work | None, result: Tensor, kept: Tensor, others: Sequence[int], carrier: Carrier
+    ) -> None:
+        self._work, self._result, self._kept, self._others, self._carrier = work, result, kept, others, carrier
 
     def wait(self) -> Tensor:
         if self._work is not None:
             with contact_with(self._others, "collective of the vocabulary passes"):
                 self._work.wait()
-        return self._result
+        return self._carrier.incoming(self._result)
 
 
 class DistributedCollectives:
     """torch.distributed, gloo or NCCL. Creation is collective over all processes of the default group."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[int], rank: int, carrier: Carrier) -> None:
+        self._ranks, self._carrier = ranks, carrier
         self._others = [other for other in range(len(ranks)) if other != rank]
-        bind = device if device.type == "cuda" else None
         self._groups = {
-            communicator: dist.new_group(list(ranks), device_id=bind, group_desc=f"vocabulary {communicator}")
+            communicator: dist.new_group(list(ranks), device_id=carrier.binds, group_desc=f"vocabulary {communicator}")
             for communicator in COMMUNICATORS
         }
         for group in self._groups.values():  # sets them up, in one order
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, device=carrier.memory), group=group)
 
     def reduce(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
-        tensor = tensor.contiguous()
+        tensor = self._carrier.outgoing(tensor)
         work = dist.reduce(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
-        return _Work(work, tensor, tensor, self._others)
+        return _Work(work, tensor, tensor, self._others, self._carrier)
 
     def broadcast(self, communicator: Communicator, tensor: Tensor, root: int) -> Pending:
-        tensor = tensor.contiguous()
+        tensor = self._carrier.outgoing(tensor)
         work = dist.broadcast(tensor, self._ranks[root], group=self._groups[communicator], async_op=True)
-        return _Work(work, tensor, tensor, self._others)
+        return _Work(work, tensor, tensor, self._others, self._carrier)
 
     def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
-        tensor = tensor.contiguous()
+        tensor = self._carrier.outgoing(tensor)
         parts = tensor.new_empty(len(self._ranks), *tensor.shape)
         work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[communicator], async_op=True)
-        return _Work(work, parts, tensor, self._others)
+        return _Work(work, parts, tensor, self._others, self._carrier)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.fuse import wide
+from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.contact import contact_with
 from slimpipe.runtime.kv_slots import LayerSlots
@@ -38,6 +39,11 @@ class Batch(Protocol):
         """
         ...
 
+    def follow(self) -> bool:
+        """Makes a GPU's current stream wait for the transfers, for a clock to see their end. False where no stream can
+        wait for them."""
+        ...
+
 
 class ExchangeTraffic(Protocol):
     """Grouped point-to-point transfers between pipeline ranks, on a communicator of their own."""
@@ -48,30 +54,50 @@ class ExchangeTraffic(Protocol):
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], kept: list[Tensor]) -> None:
-        self._works, self._kept = works, kept
+    """`arrivals`: (buffer, tensor) pairs where what comes is received in other memory than where it is wanted."""
+
+    def __init__(
+        self, works: list[dist.Work], kept: list[Tensor], arrivals: list[tuple[Tensor, Tensor]], streams: bool
+    ) -> None:
+        self._works, self._kept, self._arrivals, self._streams = works, kept, arrivals, streams
 
     def wait(self) -> None:
+        if self._streams:
+            for work in self._works:
+                work.wait()
+            return
         # Once: gloo's wait for a receive that has been waited for never returns.
         while self._works:
             self._works.pop(0).wait()
+        while self._arrivals:
+            buffer, tensor = self._arrivals.pop()
+            tensor.copy_(buffer)
+
+    def follow(self) -> bool:
+        if self._streams:
+            self.wait()
+        return self._streams
 
 
 class DistributedExchange:
     """torch.distributed, gloo or NCCL. Creation is collective over all processes of the default group."""
 
-    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
-        self._ranks = ranks
-        self._group = dist.new_group(
-            list(ranks), device_id=device if device.type == "cuda" else None, group_desc="exchange"
-        )
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+    def __init__(self, ranks: Sequence[int], carrier: Carrier) -> None:
+        self._ranks, self._carrier = ranks, carrier
+        self._group = dist.new_group(list(ranks), device_id=carrier.binds, group_desc="exchange")
+        dist.all_reduce(torch.zeros(1, device=carrier.memory), group=self._group)
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
-        operations = [dist.P2POp(dist.isend, t, self._ranks[peer], self._group) for t, peer in sends]
-        operations += [dist.P2POp(dist.irecv, t, self._ranks[peer], self._group) for t, peer in receives]
+        outgoing = [(self._carrier.outgoing(tensor), peer) for tensor, peer in sends]
+        incoming, arrivals = list(receives), []
+        if self._carrier.through_host:
+            incoming = [(self._carrier.empty(tensor.shape, tensor.dtype), peer) for tensor, peer in receives]
+            arrivals = [(buffer, tensor) for (buffer, _), (tensor, _) in zip(incoming, receives, strict=True)]
+        operations = [dist.P2POp(dist.isend, t, self._ranks[peer], self._group) for t, peer in outgoing]
+        operations += [dist.P2POp(dist.irecv, t, self._ranks[peer], self._group) for t, peer in incoming]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, [tensor for tensor, _ in (*sends, *receives)])
+        kept = [tensor for tensor, _ in (*outgoing, *incoming)]
+        return _Works(works, kept, arrivals, streams=self._carrier.backend == "nccl")
 
 
 @dataclass(frozen=True)
@@ -131,12 +157,23 @@ class Buffers:
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+@dataclass
+class TrafficCount:
+    """Bytes that a rank's exchange moved in a step."""
+
+    sent: int = 0
+    received: int = 0
+
+
 Kept = dict[tuple[Hashable, int], tuple[Tensor, Tensor]]
 """Keys and values that helpers hold from a forward to its backward, by loan and layer."""
 
 
 class LayerExchange:
-    """One rank's loans in one slot, layer by layer: of a unit's forward, of its backward, or of an idle slot."""
+    """One rank's loans in one slot, layer by layer: of a unit's forward, of its backward, or of an idle slot.
+
+    `kind`: F or B; `action`: the rank's, F, B, XF or XB, under which waits are counted.
+    """
 
     def __init__(
         self,
@@ -149,10 +186,13 @@ class LayerExchange:
         clock: Clock,
         shapes: Shapes,
         kind: str,
+        action: str,
+        traffic_count: TrafficCount,
     ) -> None:
         self.lent, self.helped = tuple(lent), tuple(helped)
         self._traffic, self._buffers, self._kept = traffic, buffers, kept
         self.backend, self.shapes, self._clock, self._kind = backend, shapes, clock, kind
+        self._action, self._count = action, traffic_count
         self._layer = 0
         self.keys: Batch | None = None
         self.keys_received: list[tuple[Tensor, Tensor]] = []
@@ -219,10 +259,17 @@ class LayerExchange:
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
         """Starts a batch of transfers."""
-        return self._traffic.post(sends, receives)
+        self._count.sent += sum(tensor.nbytes for tensor, _ in sends)
+        self._count.received += sum(tensor.nbytes for tensor, _ in receives)
+        if not (sends or receives):
+            return self._traffic.post(sends, receives)
+        begin = self._clock.mark()
+        batch = self._traffic.post(sends, receives)
+        self._clock.under_way(f"exchange {self._kind}", begin, batch.follow)
+        return batch
 
     def wait(self, *batches: Batch | None) -> None:
-        with self._clock.waiting(f"exchange {self._kind}"):
+        with self._clock.waiting(f"exchange {self._kind}", self._action):
             peers = sorted({loan.helper for loan in self.lent} | {loan.owner for loan in self.helped})
             with contact_with(peers, "exchange of attention"):
                 for batch in batches:

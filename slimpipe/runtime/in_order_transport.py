@@ -241,6 +241,9 @@ class _PendingBatch:
     def wait(self) -> None:
         self._world.wait(self._batch)
 
+    def follow(self) -> bool:
+        return False
+
 
 class InOrderExchange:
     """One rank's end of the exchange of an `InOrderWorld`: a rank's batches run one after the other."""

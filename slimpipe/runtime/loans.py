@@ -9,7 +9,17 @@ from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.runtime.clock import Clock
-from slimpipe.runtime.exchange import Buffers, ExchangeTraffic, Helped, Kept, LayerExchange, Lent, Range, Shapes
+from slimpipe.runtime.exchange import (
+    Buffers,
+    ExchangeTraffic,
+    Helped,
+    Kept,
+    LayerExchange,
+    Lent,
+    Range,
+    Shapes,
+    TrafficCount,
+)
 from slimpipe.schedule import Action, Exchange, Loan
 
 
@@ -23,6 +33,7 @@ class Loans:
         self.plan, self._rank, self._traffic, self._keep = plan, rank, traffic, keep
         self._backend, self._clock = backend, clock
         self._buffers, self._kept = Buffers(), Kept()
+        self.moved = TrafficCount()
         self._both = _in_both_slots(plan.loans) if keep else frozenset()
         self.shapes: Shapes | None = None
 
@@ -45,6 +56,8 @@ class Loans:
             self._clock,
             self.shapes,
             (lent or helped)[0].slot.kind,
+            str(action),
+            self.moved,
         )
 
     def lent_ranges(self, action: Action) -> list[Range]:
@@ -72,6 +85,7 @@ class Loans:
     def begin(self) -> None:
         """Starts a step; what a step that failed has left is let go."""
         self._kept.clear()
+        self.moved.sent = self.moved.received = 0
 
     def left_over(self) -> int:
         """Keys still held: none at the end of a sound step."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.contact import contact_with
 from slimpipe.schedule import Link
 
@@ -43,13 +44,13 @@ class Transport(Protocol):
 
 
 class _PostedReceive:
-    def __init__(self, work: dist.Work, buffer: Tensor, link: Link) -> None:
-        self._work, self._buffer, self._link = work, buffer, link
+    def __init__(self, work: dist.Work, buffer: Tensor, link: Link, carrier: Carrier) -> None:
+        self._work, self._buffer, self._link, self._carrier = work, buffer, link, carrier
 
     def wait(self) -> Tensor:
         with contact_with([self._link.src], f"receive on link {self._link}"):
             self._work.wait()
-        return self._buffer
+        return self._carrier.incoming(self._buffer)
 
 
 class DistributedTransport:
@@ -66,17 +67,16 @@ class DistributedTransport:
         ranks: Sequence[int],
         shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device,
+        carrier: Carrier,
         send_window: int,
     ) -> None:
         self._rank, self._ranks, self._send_window = rank, ranks, send_window
-        self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._shape, self._dtype, self._carrier = tuple(shape), dtype, carrier
         self._groups: dict[Link, dist.ProcessGroup] = {}
         self._sends: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
         # A device makes NCCL build the communicator here, in this one order, and not at a first transfer in mid-step.
-        bind = device if device.type == "cuda" else None
         for link in links:
-            group = dist.new_group([ranks[link.src], ranks[link.dst]], device_id=bind, group_desc=str(link))
+            group = dist.new_group([ranks[link.src], ranks[link.dst]], device_id=carrier.binds, group_desc=str(link))
             if rank in (link.src, link.dst):
                 self._groups[link] = group
                 self._sends[link] = deque()
@@ -84,7 +84,7 @@ class DistributedTransport:
 
     def _warm_up(self) -> None:
         """One small transfer on each link, one after the other in the links' order: channels are set up here."""
-        token = torch.zeros(1, dtype=self._dtype, device=self._device)
+        token = torch.zeros(1, dtype=self._dtype, device=self._carrier.memory)
         for link, group in self._groups.items():
             if self._rank == link.src:
                 dist.send(token, self._ranks[link.dst], group=group)
@@ -92,17 +92,17 @@ class DistributedTransport:
                 dist.recv(token, self._ranks[link.src], group=group)
 
     def post_receive(self, link: Link) -> Receive:
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        buffer = self._carrier.empty(self._shape, self._dtype)
         with contact_with([link.src], f"receive on link {link}"):
             work = dist.irecv(buffer, self._ranks[link.src], group=self._groups[link])
         assert work is not None
-        return _PostedReceive(work, buffer, link)
+        return _PostedReceive(work, buffer, link, self._carrier)
 
     def send(self, link: Link, tensor: Tensor) -> None:
         under_way = self._sends[link]
         while len(under_way) >= self._send_window:
             self._wait_oldest(link)
-        tensor = tensor.contiguous()
+        tensor = self._carrier.outgoing(tensor)
         with contact_with([link.dst], f"send on link {link}"):
             work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])
         assert work is not None

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
 from slimpipe.kernels.attention import select_backend
 from slimpipe.models.contract import build_model
-from slimpipe.parallel.mesh import Processes, pick_device, prepare_process, start_processes
+from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, start_processes
+from slimpipe.plan.hardware import load_hardware
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train import checkpoint
@@ -79,7 +81,7 @@ def _run(
     )
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
-        session = Session(config, processes.device, progress, trace)
+        session = Session(config, processes.carrier, progress, trace)
         _steps(config, session, prepared, sampler, processes.rank == 0)
         # A checkpoint takes as long as the disk does, and nothing in it can wait for a pipeline rank.
         watchdog.stop()
@@ -118,6 +120,7 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
                         "bubble": row.bubble,
                         "waits": row.waits,
                         "peak_memory_bytes_by_rank": row.peak_memory_bytes,
+                        **({"exchange": asdict(row.exchange)} if row.exchange is not None else {}),
                     }
                 )
             display.step(step + 1, row, tokens_per_s)
@@ -153,8 +156,10 @@ def _claim(output: Path) -> BaseFileLock:
 def _try_what_can_fail(config: Config) -> None:
     """Raises ValueError, naming the key, for what would fail on every rank once the group has started."""
     build_model(config)
-    device = pick_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = pick_carrier(config, int(os.environ.get("LOCAL_RANK", "0"))).device
     select_backend(config.train.attention, device, DTYPES[config.train.dtype], config.train.deterministic)
+    if config.pipeline.hardware is not None:
+        load_hardware(config.pipeline.hardware)
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'")
 
@@ -198,11 +203,17 @@ def _agree(config: Config, prepared: PreparedData, processes: Processes) -> None
     """Raises ValueError unless every process has the same settings and the same tokens."""
     if not dist.is_initialized():
         return
-    mine = {"settings": config.to_yaml(), "tokens": prepared.fingerprint}
+    hardware = config.pipeline.hardware
+    mine = {
+        "settings": config.to_yaml(),
+        "tokens": prepared.fingerprint,
+        "hardware": "" if hardware is None else Path(hardware).read_text(encoding="utf-8"),
+    }
     seen: list[dict[str, str]] = [{} for _ in range(processes.world)]
     dist.all_gather_object(seen, mine)
     for what, remedy in (
         ("settings", "start every node with the same YAML file and overrides"),
+        ("hardware", "give every node the same file pipeline.hardware: the plan follows from it"),
         ("tokens", "give every node the same corpus and Python version, or one data.cache_dir on a shared disk"),
     ):
         other = [rank for rank, theirs in enumerate(seen) if theirs[what] != seen[0][what]]

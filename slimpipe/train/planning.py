@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
+from slimpipe.plan.hardware import load_hardware
 from slimpipe.schedule import (
     Exchange,
     Peaks,
@@ -18,6 +20,7 @@ from slimpipe.schedule import (
     build,
     check,
     default_granule,
+    if_shorter,
     least_send_window,
     lower,
     replay_in_order,
@@ -51,9 +54,8 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     exchange = None
     if config.pipeline.exchange != "off" and config.parallel.pp > 1:
         progress("balancing the plan")
-        granule = config.pipeline.exchange_granule or default_granule(work.slice_tokens)
-        # Balanced by attention, not by the slots' whole time: an owner waits for its longest helper in every layer.
-        exchange = balance(plan, config.pipeline.exchange, work, granule, work.slice_tokens, fill="attention")
+        exchange = _exchange(config, plan, work)
+    if exchange is not None:
         plan = add_exchange(plan, exchange)
     if config.vocab_parallel:
         progress("placing the vocabulary passes")
@@ -61,7 +63,10 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
         plan = add_vocabulary(plan, work.costs() if exchange is None else None)
     # With collectives or loans under way as well, receives posted ahead are one thing more that can wait for another:
     # on two H200 such a run did not get through its first steps, and without it did (docs/log.md, 2026-11-29).
-    plan = lower(plan, lookahead=2 if exchange is None and not config.vocab_parallel else 0)
+    ahead = config.pipeline.receives_ahead
+    if ahead is None:
+        ahead = 2 if exchange is None and not config.vocab_parallel else 0
+    plan = lower(plan, ahead)
     progress("checking the plan")
     peaks = check(plan, exchange=exchange)
     progress("finding the plan's send window")
@@ -69,6 +74,23 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     progress("replaying the plan in NCCL's order")
     replay_in_order(plan, send_window=window, exchange=exchange)
     return Planned(plan, exchange, window, peaks)
+
+
+def _exchange(config: Config, plan: Plan, work: Work) -> Exchange | None:
+    """The loans to make; None where there are none that pay."""
+    mode, granule = config.pipeline.exchange, config.pipeline.exchange_granule
+    if config.pipeline.hardware is None:
+        # Balanced by attention, not by the slots' whole time: an owner waits for its longest helper in every layer.
+        granule = granule or default_granule(work.slice_tokens)
+        return balance(plan, mode, work, granule, work.slice_tokens, fill="attention")
+    hardware = load_hardware(config.pipeline.hardware)
+    setting = ExchangeSetting.on_hardware(
+        hardware, config.model, config.shape, config.data.sequence_length, None, config.memory.recompute
+    )
+    found = setting.exchange(plan, mode, granule)
+    if mode == "pairwise":  # its loans are the paper's, all or none
+        found = if_shorter(plan, found, setting.times, setting.work.costs(), setting.link)
+    return found if found.loans else None
 
 
 def _work(config: Config) -> Work:

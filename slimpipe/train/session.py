@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from slimpipe.kernels.attention import select_backend
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
-from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_tied
+from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_over, sum_tied
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
-from slimpipe.runtime.clock import make_clock
+from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.clock import StepTime, make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.exchange import DistributedExchange, ExchangeTraffic
@@ -52,6 +53,39 @@ class StepMetrics:
     """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
     peak_memory_bytes: tuple[int, ...]
     """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
+    exchange: ExchangeMetrics | None = None
+
+
+@dataclass(frozen=True)
+class ExchangeMetrics:
+    """The attention exchange of one step. Seconds are summed over a rank's slots and averaged over ranks."""
+
+    exposed_s: float
+    """Ranks waited so long for transfers or for helpers."""
+    under_way_s: float | None
+    """Transfers were under way so long, from post to end, waits for the other side included; None on a CPU."""
+    overlap: float | None
+    """Share of `under_way_s` that lay under compute."""
+    slot_mean_s: float
+    slot_max_s: float
+    """Exposed in one slot of one rank: on average over slots with loans, and at worst."""
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> ExchangeMetrics:
+        """rows [p, 6] float64: exposed and under way in seconds, slots, worst slot, bytes sent and received."""
+        exposed, under_way = float(rows[:, 0].mean()), float(rows[:, 1].mean())
+        slots = float(rows[:, 2].sum())
+        return cls(
+            exposed,
+            under_way or None,
+            1 - exposed / under_way if under_way else None,
+            float(rows[:, 0].sum()) / slots if slots else 0.0,
+            float(rows[:, 3].max()),
+            tuple(int(value) for value in rows[:, 4]),
+            tuple(int(value) for value in rows[:, 5]),
+        )
 
 
 class Session:
@@ -65,7 +99,7 @@ class Session:
     def __init__(
         self,
         config: Config,
-        device: torch.device | None = None,
+        carrier: Carrier | None = None,
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
         transport: Transport | None = None,
@@ -73,11 +107,12 @@ class Session:
         exchange_traffic: ExchangeTraffic | None = None,
         rank: int | None = None,
     ) -> None:
-        self.config, self.shape = config, config.shape
-        self.device = device or torch.device("cpu")
+        self.config, self.shape, self.trace = config, config.shape, trace
+        self.carrier = carrier or Carrier(torch.device("cpu"))
+        self.device = self.carrier.device
         self.dtype = DTYPES[config.train.dtype]
         self.progress = progress or Progress()
-        self.mesh = build_mesh(config, self.device) if transport is None else None
+        self.mesh = build_mesh(config, self.carrier) if transport is None else None
         self.group = None if self.mesh is None else self.mesh.get_group("pp")
         self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
         self.planned = make_plan(config, self.progress.now)
@@ -126,9 +161,9 @@ class Session:
         backend = select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic)
         loans = None
         if self.exchange is not None:
-            carrier = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()
+            between = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()
             keep = config.pipeline.exchange_keep == "kv"
-            loans = Loans(self.exchange, self.rank, carrier, backend, self.clock, keep)
+            loans = Loans(self.exchange, self.rank, between, backend, self.clock, keep)
         self.engine = Engine(
             self.plan,
             self.rank,
@@ -207,10 +242,7 @@ class Session:
         is the mean over all valid tokens of the batch. Raises ValueError if there is none.
         """
         self.clock.start()
-        loss = self._run(tokens, labels)
-        if self.group is not None:
-            dist.all_reduce(loss, group=self.group)
-        return float(loss)
+        return float(sum_over(self._run(tokens, labels), self.group, self.carrier))
 
     def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Forward only: the loss of every token [global batch, S] fp32 on the host of every rank, 0 where masked.
@@ -219,9 +251,7 @@ class Session:
         """
         self.clock.start()
         losses = self.engine.evaluate(self._batch(tokens, labels, scale=1.0))
-        if self.group is not None:
-            dist.all_reduce(losses, group=self.group)
-        return losses.flatten(0, 1).cpu()
+        return sum_over(losses, self.group, self.carrier).flatten(0, 1).cpu()
 
     def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
         """One optimizer step on one global batch; arguments as for `step_gradients`."""
@@ -229,7 +259,7 @@ class Session:
         self.clock.start()  # after the optimizer: making it is no part of the first step
         loss = self._run(tokens, labels)
         self.progress.now("gradient norm")
-        norm = global_norm(self._counted_once(), self.group)
+        norm = global_norm(self._counted_once(), self.group, self.carrier)
         self.progress.now("optimizer")
         rate = learning_rate(self.config, self.steps_done)
         with self.clock.busy("optimizer"):
@@ -246,9 +276,10 @@ class Session:
             kinds += ["exchange B", "exchange F"]
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, self._peak_memory(), *waited]
-        rows = self._gather(torch.tensor(mine, dtype=torch.float64, device=self.device))
-        if self.group is not None:
-            dist.all_reduce(loss, group=self.group)
+        exchanged = self._exchanged(time)
+        rows = self._gather(torch.tensor([*exchanged, *mine], dtype=torch.float64, device=self.carrier.memory))
+        exchanges, rows = rows[:, : len(exchanged)], rows[:, len(exchanged) :]
+        loss = sum_over(loss, self.group, self.carrier)
         if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             raise FloatingPointError(
                 f"step {self.steps_done}: loss {float(loss)}, gradient norm {float(norm)}: training has diverged, or "
@@ -262,7 +293,22 @@ class Session:
             waits=dict(zip(kinds, rows[:, 3:].mean(0).tolist(), strict=True)),
             bubble=float(rows[:, 1].mean()),
             peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
+            exchange=ExchangeMetrics.of(exchanges) if exchanged else None,
         )
+
+    def _exchanged(self, time: StepTime) -> list[float]:
+        """This rank's part of the exchange in a step, for `ExchangeMetrics.of`; nothing without exchange."""
+        loans = self.engine.loans
+        if loans is None:
+            return []
+        slots = list(time.waits_at.values())
+        if self.trace is not None:
+            for action, waited in time.waits_at.items():
+                self.trace(f"rank {self.rank}: {action} waited {1e3 * waited:.2f} ms for its exchange")
+        kinds = ("exchange F", "exchange B")
+        exposed, under_way = (sum(found.get(kind, 0.0) for kind in kinds) for found in (time.waits, time.under_way))
+        moved = loans.moved
+        return [exposed, under_way, len(slots), max(slots, default=0.0), moved.sent, moved.received]
 
     def _run(self, tokens: Tensor, labels: Tensor) -> Tensor:
         valid = int((labels != IGNORE).sum())
@@ -272,7 +318,7 @@ class Session:
         loss = self.engine.step(self._batch(tokens, labels, scale=1.0 / valid))
         if self._tied_group is not None and self._tied is not None:
             self.progress.now("sum of the tied embedding's gradients")
-            sum_tied(self.gradients()[self._tied], self._tied_group)
+            sum_tied(self.gradients()[self._tied], self._tied_group, self.carrier)
         return loss
 
     def _batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
@@ -312,16 +358,16 @@ class Session:
         size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return DistributedTransport(
-            links(self.plan), self.rank, ranks, size, self.dtype, self.device, self.planned.send_window
+            links(self.plan), self.rank, ranks, size, self.dtype, self.carrier, self.planned.send_window
         )
 
     def _make_exchange_traffic(self) -> DistributedExchange:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedExchange(ranks, self.device)
+        return DistributedExchange(ranks, self.carrier)
 
     def _make_collectives(self) -> DistributedCollectives:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedCollectives(ranks, self.rank, self.device)
+        return DistributedCollectives(ranks, self.rank, self.carrier)
 
     def _choose_ce_chunk(self) -> int:
         """Tokens a chunk of the output layer: a slice's, halved until a chunk takes a fiftieth of the free memory.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import prepare_process
+from slimpipe.runtime.carrier import Carrier
 from slimpipe.train.session import Session
 from tests.support.reference import LlamaSpec, reference_loss_and_grads
 
@@ -68,7 +69,7 @@ def rank_gradients(rank: int, world: int, store: str, config: Config, out: str) 
         dist.init_process_group(
             "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
         )
-    session = Session(config, device)
+    session = Session(config, Carrier(device))
     loss = session.step_gradients(*batch())
     gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}
     weights = {name: weight.cpu() for name, weight in session.weights().items()}

@@ -1,0 +1,48 @@
+"""Which memory a process group's transfers read and write.
+
+NCCL moves a GPU's memory, gloo the host's. With gloo, tensors of a GPU go through host memory: slower by far, but
+several processes can then share one GPU, and no fast link is needed. gloo cannot send a GPU's tensors itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """`device`: where ranks compute. `through_host`: transfers go by way of host memory."""
+
+    device: torch.device
+    through_host: bool = False
+
+    @property
+    def memory(self) -> torch.device:
+        """Where tensors must lie to be carried."""
+        return torch.device("cpu") if self.through_host else self.device
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed."""
+        return "nccl" if self.memory.type == "cuda" else "gloo"
+
+    @property
+    def binds(self) -> torch.device | None:
+        """What a group is bound to when it is made: NCCL then builds its communicator at once, gloo knows no device."""
+        return self.device if self.backend == "nccl" else None
+
+    def outgoing(self, tensor: Tensor) -> Tensor:
+        """The tensor's values where they can be carried, contiguous: the tensor itself where it lies there."""
+        return tensor.contiguous().to(self.memory)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A buffer that can be received into."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.memory)
+
+    def incoming(self, buffer: Tensor) -> Tensor:
+        """What came, on the device."""
+        return buffer.to(self.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from slimpipe.plan.flops import Recompute, recomputed_shares
+from slimpipe.plan.flops import recomputed_shares
 from slimpipe.plan.hardware import HardwareProfile, before_attention, loan_bytes
 from slimpipe.schedule import (
     Exchange,
@@ -36,7 +36,7 @@ from slimpipe.schedule import (
 )
 
 if TYPE_CHECKING:
-    from slimpipe.config.sections import ModelConfig
+    from slimpipe.config.sections import ModelConfig, Recompute
 
 
 @dataclass(frozen=True)

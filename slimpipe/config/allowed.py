@@ -41,6 +41,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((inner for inner in map(section_of, get_args(annotation)) if inner is not None), None)
 
 
+def holds_list(field: FieldInfo) -> bool:
+    """Whether a field holds a list, or null."""
+    parts = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(part) is tuple for part in parts)
+
+
 def any_of(words: tuple[str, ...]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from slimpipe.config.allowed import allowed, allowed_element, any_of, section_of
+from slimpipe.config.allowed import allowed, allowed_element, any_of, holds_list, section_of
 from slimpipe.config.section import LINES, REASON
 from slimpipe.config.yaml_text import shown
 
@@ -45,6 +45,9 @@ def unknown_key(key: str, root: type[BaseModel]) -> str:
     if section is None:
         return f"{shown(key)}: unknown section; the sections are {', '.join(root.model_fields)}"
     inside = section_of(section.annotation) or root
+    for part in key.split(".")[1:-1]:
+        field = inside.model_fields.get(part.partition("[")[0])
+        inside = (section_of(field.annotation) if field is not None else None) or inside
     return f"{shown(key)}: unknown key; use {any_of(tuple(inside.model_fields))}"
 
 
@@ -86,6 +89,6 @@ def _allowed(field: FieldInfo | None, location: tuple[int | str, ...]) -> str:
     if field is None:
         return "a mapping of sections"
     inner = section_of(field.annotation)
-    if inner is not None:
+    if inner is not None and not (holds_list(field) and isinstance(location[-1], str)):
         return f"a mapping with the keys {', '.join(inner.model_fields)}"
     return allowed_element(field) if isinstance(location[-1], int) else allowed(field)

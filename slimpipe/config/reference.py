@@ -8,7 +8,7 @@ from typing import Final
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from slimpipe.config.allowed import allowed, section_of
+from slimpipe.config.allowed import allowed, holds_list, section_of
 from slimpipe.config.root import Config
 from slimpipe.config.section import Planned, Refused, Section, follows_others
 from slimpipe.config.yaml_text import shown
@@ -45,9 +45,10 @@ def _sections() -> Iterator[str]:
 def _rows(section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
-        words = allowed(field) if inner is None else "a mapping or null"
+        words = allowed(field) if inner is None or holds_list(field) else "a mapping or null"
         yield f"| `{section.path}.{name}` | {words} | {_default(field)} | {' '.join(_meaning(field))} |"
-        if inner is not None and issubclass(inner, Section):
+        # A section that stands under two keys is described under its own.
+        if inner is not None and issubclass(inner, Section) and inner.path.startswith(f"{section.path}.{name}"):
             yield from _rows(inner)
 
 

@@ -1,7 +1,12 @@
-"""Byte-level byte-pair encoding (BPE): every text encodes, and decodes to itself."""
+"""Tokenizers: one of a Hugging Face `tokenizer.json` on disk, or byte-level byte-pair encoding learnt from the corpus.
+
+Nothing is ever fetched from a network.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,40 +21,62 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 LARGEST_VOCABULARY = 2**24
 
+# What models call the token between documents, where no tokenizer_config.json says it.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
-class BytePairTokenizer:
-    """A trained tokenizer. `END_OF_TEXT` stands between documents; text that spells it out encodes to it as well."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+class TextTokenizer:
+    """Text to token ids and back.
+
+    `end_of_text` is the token between documents; text that spells it out encodes to it as well. `vocab_size` is the
+    largest id and one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end: str = END_OF_TEXT) -> None:
+        """Raises DataError if there is no token `end`."""
+        self._tokenizer, self._end = tokenizer, end
+        end_of_text = tokenizer.token_to_id(end)
         if end_of_text is None:
-            raise DataError(f"the tokenizer has no {END_OF_TEXT} token")
+            raise DataError(f"the tokenizer has no {end} token")
         self.end_of_text: int = end_of_text
-        self.vocab_size: int = tokenizer.get_vocab_size()
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all it consists of."""
+        return hashlib.sha256(f"{self._end}\0{self._tokenizer.to_str()}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; nothing is added before or after."""
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, on all cores."""
+        """Token ids of each text, on all cores unless TOKENIZERS_PARALLELISM says otherwise."""
         with _on_all_cores():
-            return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`. Where they cut a character in two, its bytes show as U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def save(self, path: Path) -> None:
-        """Writes tokenizer.json at once: a reader sees the whole file or none."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self._tokenizer.to_str(), encoding="utf-8")
-        os.replace(temporary, path)
+    def save(self, folder: Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json` into `folder`, as Hugging Face has them, each at once: a
+        reader sees the whole file or none."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"eos_token": self._end, "tokenizer_class": "PreTrainedTokenizerFast"}
+        for name, text in (
+            ("tokenizer_config.json", json.dumps(config, indent=2) + "\n"),
+            ("tokenizer.json", self._tokenizer.to_str()),
+        ):
+            temporary = folder / f".{name}.{os.getpid()}.unfinished"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / name)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> BytePairTokenizer:
-    """A tokenizer of exactly `vocab_size` tokens. Raises DataError if `texts` (named `corpus`) have not that many.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> TextTokenizer:
+    """A tokenizer of exactly `vocab_size` tokens. Raises DataError if `texts` (of `corpus`, as messages name it) have
+    not that many.
 
     The same texts give the same tokenizer, on any number of threads.
     """
@@ -75,16 +102,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> ByteP
         tokenizer.train_from_iterator(texts, trainer)
     if (reached := tokenizer.get_vocab_size()) != vocab_size:
         raise DataError(
-            f"model.vocab_size = {vocab_size}: data.corpus = {corpus} has text for {reached} tokens only; "
+            f"model.vocab_size = {vocab_size}: {corpus} has text for {reached} tokens only; "
             f"use a larger corpus, or model.vocab_size of at most {reached}"
         )
-    return BytePairTokenizer(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
-def load_tokenizer(path: Path | str) -> BytePairTokenizer:
-    """The tokenizer saved at `path` (a tokenizer.json). Raises DataError if it cannot be read."""
+def load_tokenizer(name: Path | str, end: str | None = None) -> TextTokenizer:
+    """The tokenizer `name`: a `tokenizer.json`, a folder that has one, or the name of a model in Hugging Face's cache
+    on this machine (`meta-llama/Llama-3.1-8B`).
+
+    `end` is the token between documents; by default what the `tokenizer_config.json` beside it says, or else a
+    well-known one. Raises DataError if it cannot be found, read, or has no such token.
+    """
+    path = _find(str(name))
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
     try:
@@ -92,7 +125,47 @@ def load_tokenizer(path: Path | str) -> BytePairTokenizer:
     # The bindings raise plain Exception.
     except Exception as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
-    return BytePairTokenizer(tokenizer)
+    known = [end] if end is not None else [*_configured_end(path), *_KNOWN_ENDS]
+    found = [token for token in known if tokenizer.token_to_id(token) is not None]
+    if not found:
+        raise DataError(
+            f"{path}: has no {' or '.join(known)} token to stand between documents; name another of its tokens "
+            "(data.end_of_text, --end-of-text)"
+        )
+    return TextTokenizer(tokenizer, found[0])
+
+
+def _find(name: str) -> Path:
+    """The tokenizer.json of `name`. Where there is nothing of that name, the path as given."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "tokenizer.json").exists():
+            raise DataError(
+                f"{path}: has no tokenizer.json; save the tokenizer in that form (transformers: use_fast=True)"
+            )
+        return path / "tokenizer.json"
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~")):
+        return path
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    cached = repository / "snapshots" / (main.read_text().strip() if main.exists() else "") / "tokenizer.json"
+    if not cached.is_file():
+        raise DataError(
+            f"{name}: neither a file or folder, nor a model in Hugging Face's cache ({cached}); slimpipe fetches "
+            "nothing: "
+            f"give the path of a tokenizer.json, or first run: hf download {name} tokenizer.json tokenizer_config.json"
+        )
+    return cached
+
+
+def _configured_end(path: Path) -> list[str]:
+    """The token that the configuration beside a tokenizer.json names, if it does."""
+    try:
+        token = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        return [token["content"] if isinstance(token, dict) else str(token)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 @contextmanager

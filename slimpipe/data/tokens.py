@@ -1,126 +1,133 @@
-"""Token files: a flat little-endian array (`tokens.bin`) with a JSON description beside it (`tokens.json`)."""
+"""Token files: a Megatron pair (`PREFIX.bin`, `PREFIX.idx`), and beside it what slimpipe knows of it
+(`PREFIX.json`)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 
 from slimpipe.data.errors import DataError
+from slimpipe.data.fingerprint import fingerprint
+from slimpipe.data.indexed import IndexedDataset, bin_path, idx_path, prefix_of
 
-_DTYPES: Mapping[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_REBUILD = "delete it, and it will be built again"
+_REBUILD = "build it again"
+
+
+@dataclass(frozen=True)
+class Description:
+    """How a token file was made. It is written last: what has one is whole."""
+
+    source: str  # the corpus, as it was named
+    vocab_size: int
+    end_of_text: int | None  # the token behind each document; None: there is none
+    tokenizer: str  # sha256 of its tokenizer.json
+    fingerprint: str  # of the pair
+    sha256: str  # of all tokens' bytes
+
+    def write(self, prefix: Path) -> None:
+        path = description_path(prefix)
+        temporary = path.with_name(f".{path.name}.unfinished")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, prefix: Path) -> Description | None:
+        """None where there is none, as with pairs of Megatron's. Raises DataError if it is malformed."""
+        path = description_path(prefix)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            end = found["end_of_text"]
+            return cls(
+                str(found["source"]),
+                int(found["vocab_size"]),
+                None if end is None else int(end),
+                str(found["tokenizer"]),
+                str(found["fingerprint"]),
+                str(found["sha256"]),
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: does not describe a token file ({error!r}); {_REBUILD}") from error
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A token file, open for reading. `tokens` is mapped into memory: pages are read when touched."""
+    """A token file that is trained on, open for reading."""
 
-    path: Path
-    tokens: np.ndarray[Any, np.dtype[Any]]  # [count], uint16 or uint32
-    vocab_size: int
-    fingerprint: str  # sha256 of the array's bytes
-    source: str  # the corpus it was made from, as named in the settings
-
-    @property
-    def count(self) -> int:
-        return len(self.tokens)
+    dataset: IndexedDataset
+    fingerprint: str
+    description: Description | None
 
     @classmethod
     def open(cls, path: Path | str) -> TokenFile:
-        """Opens `path` (the .bin file). Raises DataError if it or its description is missing, malformed or cut."""
-        path = Path(path)
-        sidecar = sidecar_path(path)
-        try:
-            description = json.loads(sidecar.read_text(encoding="utf-8"))
-            dtype = _DTYPES[description["dtype"]]
-            count, vocab_size = int(description["count"]), int(description["vocab_size"])
-            fingerprint, source = str(description["sha256"]), str(description["source"])
-        except OSError as error:
-            raise DataError(f"cannot read {sidecar}, the description of {path.name}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{sidecar} does not describe a token file ({error!r}); {_REBUILD}") from error
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise DataError(f"cannot read the token file {path}: {error.strerror}") from error
-        if count < 1 or size != count * dtype.itemsize:
+        """Opens a pair by its prefix or one of its files.
+
+        Raises DataError if one of its files is missing, malformed, cut, not of integers, or other than its description
+        says.
+        """
+        prefix = prefix_of(path)
+        dataset = IndexedDataset.open(prefix)
+        if dataset.tokens.dtype.kind not in "iu":
             raise DataError(
-                f"token file {path} has {size} bytes, but {sidecar.name} says {count} tokens of "
-                f"{dtype.itemsize} bytes ({count * dtype.itemsize}): it is cut or corrupted; {_REBUILD}"
+                f"{bin_path(prefix)}: holds numbers of type {dataset.tokens.dtype.name}, no tokens; use a pair of an "
+                "integer type"
             )
-        return cls(path, np.memmap(path, dtype=dtype, mode="r", shape=(count,)), vocab_size, fingerprint, source)
+        description = Description.read(prefix)
+        mark = pair_fingerprint(prefix)
+        if description is not None and description.fingerprint != mark:
+            raise DataError(
+                f"{bin_path(prefix)}: not the tokens that {description_path(prefix).name} describes: corrupted, or "
+                f"replaced; {_REBUILD}, or delete {description_path(prefix).name} if they are right"
+            )
+        return cls(dataset, mark, description)
+
+    @property
+    def prefix(self) -> Path:
+        return self.dataset.prefix
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All of them, [count], mapped into memory."""
+        return self.dataset.tokens
+
+    @property
+    def count(self) -> int:
+        return len(self.dataset.tokens)
 
     def verify(self) -> None:
-        """Reads the whole file. Raises DataError if its contents are not what was written."""
+        """Reads the whole file. Raises DataError if its contents are not what was written, or nobody knows."""
+        if self.description is None:
+            raise DataError(f"{self.prefix}: has no {description_path(self.prefix).name} to be verified against")
         digest = hashlib.sha256()
         for start in range(0, self.count, 1 << 22):
             digest.update(self.tokens[start : start + (1 << 22)].tobytes())
-        if digest.hexdigest() != self.fingerprint:
-            raise DataError(f"token file {self.path} is corrupted: its contents do not match its sha256; {_REBUILD}")
+        if digest.hexdigest() != self.description.sha256:
+            raise DataError(f"{bin_path(self.prefix)}: its contents do not match its sha256: corrupted; {_REBUILD}")
 
 
-class TokenWriter:
-    """Writes a token file piece by piece. It appears whole when the `with` block ends, or not at all.
-
-    `uint16` holds vocabularies of up to 65,536 tokens, `uint32` larger ones.
-    """
-
-    def __init__(self, path: Path, vocab_size: int, source: str) -> None:
-        self.path = path
-        self.vocab_size = vocab_size
-        self.source = source
-        self.count = 0
-        self.dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._digest = hashlib.sha256()
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> TokenWriter:
-        self._file = self._temporary.open("wb")
-        return self
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Adds tokens. Raises DataError for an id outside of the vocabulary."""
-        array = np.asarray(ids, dtype=np.int64)
-        if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
-            raise DataError(f"token ids {array.min()}..{array.max()} do not fit a vocabulary of {self.vocab_size}")
-        data = array.astype(_DTYPES[self.dtype_name]).tobytes()
-        self._file.write(data)
-        self._digest.update(data)
-        self.count += array.size
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is not None:
-            self._temporary.unlink()
-            return
-        description = {
-            "dtype": self.dtype_name,
-            "count": self.count,
-            "vocab_size": self.vocab_size,
-            "sha256": self._digest.hexdigest(),
-            "source": self.source,
-        }
-        # The description goes last: with it the file counts as written. An old one must not describe new tokens.
-        sidecar = sidecar_path(self.path)
-        sidecar.unlink(missing_ok=True)
-        os.replace(self._temporary, self.path)
-        self._temporary.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        os.replace(self._temporary, sidecar)
+def pair_fingerprint(prefix: Path) -> str:
+    """Of both files of a pair: `slimpipe.data.fingerprint`. Raises DataError if one cannot be read."""
+    try:
+        both = [fingerprint(path) for path in (idx_path(prefix), bin_path(prefix))]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return hashlib.sha256("\0".join(both).encode()).hexdigest()
 
 
-def sidecar_path(path: Path) -> Path:
-    """The description of the token file `path`."""
-    return path.with_suffix(".json")
+def description_path(prefix: Path) -> Path:
+    """Where the description of a pair lies."""
+    return prefix.with_name(f"{prefix.name}.json")
+
+
+def tokenizer_path(prefix: Path) -> Path:
+    """The folder of the tokenizer that a pair was built with."""
+    return prefix.with_name(f"{prefix.name}.tokenizer")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.config import Config, load_config
-from slimpipe.data import END_OF_TEXT, load_tokenizer
+from slimpipe.data import DataError, load_tokenizer
 from slimpipe.kernels.attention import AttentionBackend, select_backend
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.mesh import pick_device
@@ -91,8 +91,12 @@ def generate(
     except UnicodeEncodeError as error:
         raise ValueError("--prompt: is no valid UTF-8 text") from error
     config, stage = load_run(run, place)
+    if not (run / "tokenizer.json").exists():
+        raise DataError(
+            f"{run}: has no tokenizer.json: it was trained on token files alone; set data.tokenizer, train anew"
+        )
     tokenizer = load_tokenizer(run / "tokenizer.json")
-    end = tokenizer.encode(END_OF_TEXT)[0]
+    end = tokenizer.end_of_text
     tokens = tokenizer.encode(prompt) or [end]
     if len(tokens) >= config.data.sequence_length:
         raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from slimpipe.data import PreparedData, SequenceSampler, TokenFile, prepare
+from slimpipe.data import Loader, RunData, open_data
 from slimpipe.kernels.attention import select_backend
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, start_processes
@@ -45,16 +44,15 @@ def train(config: Config) -> None:
     """
     _write_whole_lines()
     _try_what_can_fail(config)
-    prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir).expanduser(), _leads())
-    sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
-    sampler.require(config.train.global_batch)
+    data = open_data(config.data, config.model.vocab_size, config.train.seed, _leads())
+    loader = Loader(data.train, config.train.global_batch)
     prepare_process(config)
     claim = _claim(Path(config.train.output)) if _leads() else None
 
     progress = Progress()
     processes = start_processes(config)
     try:
-        _run(config, prepared, sampler, processes, progress)
+        _run(config, data, loader, processes, progress)
     except BaseException as error:
         if processes.world == 1:
             raise
@@ -66,10 +64,8 @@ def train(config: Config) -> None:
         dist.destroy_process_group()
 
 
-def _run(
-    config: Config, prepared: PreparedData, sampler: SequenceSampler, processes: Processes, progress: Progress
-) -> None:
-    _agree(config, prepared, processes)
+def _run(config: Config, data: RunData, loader: Loader, processes: Processes, progress: Progress) -> None:
+    _agree(config, data.fingerprint, processes)
     session: Session | None = None
     watchdog = Watchdog(
         progress,
@@ -82,7 +78,7 @@ def _run(
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
         session = Session(config, processes.carrier, progress, trace)
-        _steps(config, session, prepared, sampler, processes.rank == 0)
+        _steps(config, session, data, loader, processes.rank == 0)
         # A checkpoint takes as long as the disk does, and nothing in it can wait for a pipeline rank.
         watchdog.stop()
         _save(config, session, processes.rank == 0)
@@ -91,13 +87,14 @@ def _run(
         watchdog.stop()
 
 
-def _steps(config: Config, session: Session, prepared: PreparedData, sampler: SequenceSampler, lead: bool) -> None:
+def _steps(config: Config, session: Session, data: RunData, loader: Loader, lead: bool) -> None:
     """Every step; on the lead also the run's files and what is shown."""
     output = Path(config.train.output)
     metrics = None
     if lead:
         config.dump_yaml(output / "config.yaml")
-        shutil.copyfile(prepared.tokenizer_path, output / "tokenizer.json")
+        if data.tokenizer is not None:
+            data.tokenizer.save(output)
         metrics = MetricsFile(output, config.log.tensorboard)
         print(describe(config, session), flush=True)
     display = make_display(config, lead)
@@ -106,7 +103,7 @@ def _steps(config: Config, session: Session, prepared: PreparedData, sampler: Se
         for step in range(config.train.steps):
             started = time.perf_counter()
             session.progress.now("reading data")
-            row = session.train_step(*sampler.batch(step, config.train.global_batch))
+            row = session.train_step(*loader.next())
             tokens_per_s = tokens_per_step / (time.perf_counter() - started)
             if metrics is not None:
                 metrics.write(
@@ -199,14 +196,14 @@ def _leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _agree(config: Config, prepared: PreparedData, processes: Processes) -> None:
+def _agree(config: Config, tokens: str, processes: Processes) -> None:
     """Raises ValueError unless every process has the same settings and the same tokens."""
     if not dist.is_initialized():
         return
     hardware = config.pipeline.hardware
     mine = {
         "settings": config.to_yaml(),
-        "tokens": prepared.fingerprint,
+        "tokens": tokens,
         "hardware": "" if hardware is None else Path(hardware).read_text(encoding="utf-8"),
     }
     seen: list[dict[str, str]] = [{} for _ in range(processes.world)]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from slimpipe.data import DataError
+from slimpipe.data import DataError, readers
 from slimpipe.data import corpus as corpus_module
 from slimpipe.data.corpus import Corpus, open_corpus
 
 
+def pieces(corpus: Corpus) -> list[tuple[str, bool]]:
+    return [piece for batch in corpus.batches("text") for piece in batch.pieces()]
+
+
 def documents(corpus: Corpus) -> list[str]:
     texts, text = [], ""
-    for piece, ends in corpus.pieces():
+    for piece, ends in pieces(corpus):
         text += piece
         if ends:
             texts.append(text)
@@ -61,17 +66,17 @@ def test_file_with_any_name_and_bytes_that_are_not_text(tmp_path: Path) -> None:
 
 
 def test_long_documents_are_cut_after_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(readers, "_PIECE_CHARACTERS", 10)
     text = "".join(f"line {i}\n" for i in range(20))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("y" * 95)  # one endless line
     (tmp_path / "c.txt").write_text("short\n" * 2)
     corpus = open_corpus(str(tmp_path))
-    pieces = list(corpus.pieces())
+    cut = pieces(corpus)
     assert documents(corpus) == [text, "y" * 95, "short\n" * 2]
-    assert max(len(piece) for piece, _ in pieces) <= 20
-    assert all(piece.endswith("\n") for piece, _ in pieces if "line" in piece)
-    assert sum(ends for _, ends in pieces) == 3
+    assert max(len(piece) for piece, _ in cut) <= 20
+    assert all(piece.endswith("\n") for piece, _ in cut if "line" in piece)
+    assert sum(ends for _, ends in cut) == 3
 
 
 def test_digest_is_of_names_and_contents(tmp_path: Path) -> None:
@@ -87,10 +92,24 @@ def test_digest_is_of_names_and_contents(tmp_path: Path) -> None:
     assert open_corpus(str(tmp_path)).digest != first
 
 
+def test_a_large_file_is_known_by_a_part_its_size_and_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that terabytes are not read at every start. A change that keeps size and sampled parts changes the date."""
+    monkeypatch.setattr(corpus_module, "_WHOLE", 10)
+    path = tmp_path / "a.txt"
+    path.write_text("more than ten bytes")
+    os.utime(path, ns=(1, 1))
+    first = open_corpus(str(tmp_path)).digest
+    assert open_corpus(str(tmp_path)).digest == first
+    os.utime(path, ns=(1, 2))
+    assert open_corpus(str(tmp_path)).digest != first
+
+
 def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data.corpus = nowhere: no such file or folder; use a path or python_std"):
         open_corpus("nowhere")
-    with pytest.raises(DataError, match=r"no text found in .*; a folder is searched for .md, .py, .txt files$"):
+    with pytest.raises(
+        DataError, match=r"no text found in .*; a folder is searched for .arrow, .jsonl, .jsonl.gz, .md, "
+    ):
         open_corpus(str(tmp_path))
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="no text found"):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimpipe.data import END_OF_TEXT, BytePairTokenizer, DataError, PreparedData, load_tokenizer
+from slimpipe.data import END_OF_TEXT, DataError, RunData, TextTokenizer, load_tokenizer
 from slimpipe.data.tokenizer import train_tokenizer
 
 TEXTS = [f"def square_{i}(x):\n    return x * {i}\n" for i in range(300)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> BytePairTokenizer:
+def tokenizer() -> TextTokenizer:
     return train_tokenizer(TEXTS, 300, "texts")
 
 
@@ -31,7 +31,7 @@ def test_exact_size(vocab_size: int) -> None:
 
 
 @given(st.text())
-def test_every_text_round_trips(tokenizer: BytePairTokenizer, text: str) -> None:
+def test_every_text_round_trips(tokenizer: TextTokenizer, text: str) -> None:
     # Surrogates are not text: UTF-8 has no bytes for them.
     text = text.encode("utf-8", errors="ignore").decode("utf-8")
     ids = tokenizer.encode(text)
@@ -39,8 +39,9 @@ def test_every_text_round_trips(tokenizer: BytePairTokenizer, text: str) -> None
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
-def test_real_text_round_trips(stdlib: PreparedData) -> None:
-    tokenizer = load_tokenizer(stdlib.tokenizer_path)
+def test_real_text_round_trips(stdlib: RunData) -> None:
+    tokenizer = stdlib.tokenizer
+    assert tokenizer is not None
     text = Path(os.__file__).read_text(encoding="utf-8")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -52,26 +53,28 @@ def test_real_text_round_trips(stdlib: PreparedData) -> None:
     ]
 
 
-def test_end_of_text(tokenizer: BytePairTokenizer) -> None:
+def test_end_of_text(tokenizer: TextTokenizer) -> None:
     assert tokenizer.encode(END_OF_TEXT) == [tokenizer.end_of_text]
     assert tokenizer.encode("x" + END_OF_TEXT)[-1] == tokenizer.end_of_text
     assert tokenizer.end_of_text not in tokenizer.encode("<|endoftext| >")
     assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
 
 
-def test_saving(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    assert loaded.encode(TEXTS[7]) == tokenizer.encode(TEXTS[7])
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
-    train_tokenizer(TEXTS, 300, "texts").save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+def test_saving(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "one")
+    for name in ("one", "one/tokenizer.json"):
+        loaded = load_tokenizer(tmp_path / name)
+        assert loaded.encode(TEXTS[7]) == tokenizer.encode(TEXTS[7])
+        assert (loaded.digest, loaded.end_of_text) == (tokenizer.digest, tokenizer.end_of_text)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    train_tokenizer(TEXTS, 300, "texts").save(tmp_path / "two")
+    assert (tmp_path / "two/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
 
 
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model.vocab_size = 256: .* at least 257"):
         train_tokenizer(TEXTS, 256, "texts")
-    with pytest.raises(DataError, match=r"model.vocab_size = 5000: data.corpus = texts has text for \d+ tokens only"):
+    with pytest.raises(DataError, match=r"model.vocab_size = 5000: texts has text for \d+ tokens only"):
         train_tokenizer(TEXTS, 5000, "texts")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path / "none.json")

@@ -1,129 +1,105 @@
-"""Token files: round trips, and a clear error for whatever can be wrong with one."""
+"""Token files: what stands beside a Megatron pair, and that a reader notices what does not fit."""
 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from slimpipe.data import DataError, TokenFile
-from slimpipe.data.tokens import TokenWriter, sidecar_path
+from slimpipe.data import DataError, TokenFile, fingerprint
+from slimpipe.data.indexed import bin_path
+from slimpipe.data.tokens import Description, description_path, pair_fingerprint
+from tests.data.conftest import write_pair
 
 
-def write(path: Path, ids: list[int], vocab_size: int = 1000) -> Path:
-    with TokenWriter(path, vocab_size, "a corpus") as writer:
-        for start in range(0, len(ids), 7):
-            writer.append(ids[start : start + 7])
-    return path
+def described(prefix: Path, ids: list[int], sha256: str = "0") -> Path:
+    write_pair(prefix, [ids])
+    Description("a corpus", 1000, 0, "t", pair_fingerprint(prefix), sha256).write(prefix)
+    return prefix
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(300, "uint16"), (65536, "uint16"), (65537, "uint32")])
-def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    ids = [0, 1, vocab_size - 1, *range(200)]
-    file = TokenFile.open(write(tmp_path / "tokens.bin", ids, vocab_size))
-    assert file.tokens.tolist() == ids and file.count == len(ids)
-    assert file.tokens.dtype == np.dtype(dtype).newbyteorder("<")
-    assert isinstance(file.tokens, np.memmap)
-    assert (file.vocab_size, file.source) == (vocab_size, "a corpus")
-    file.verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens.bin", "tokens.json"]
+def test_round_trip(tmp_path: Path) -> None:
+    prefix = described(tmp_path / "a.b", [0, 1, 999])
+    for name in ("a.b", "a.b.bin", "a.b.idx"):
+        file = TokenFile.open(tmp_path / name)
+        assert file.tokens.tolist() == [0, 1, 999] and file.count == 3 and file.prefix == prefix
+        assert isinstance(file.tokens, np.memmap)
+        assert file.description is not None and file.description.vocab_size == 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx", "a.b.json"]
 
 
 def test_fingerprint_is_of_the_tokens(tmp_path: Path) -> None:
-    one, same, other = (
-        TokenFile.open(write(tmp_path / f"{name}.bin", ids)).fingerprint
-        for name, ids in {"one": [1, 2, 3], "same": [1, 2, 3], "other": [1, 3, 2]}.items()
-    )
-    assert one == same != other
+    one, same, other, cut = (
+        TokenFile.open(write_pair(tmp_path / name, documents)).fingerprint
+        for name, documents in {
+            "one": [[1, 2, 3]], "same": [[1, 2, 3]], "other": [[1, 3, 2]], "cut": [[1], [2, 3]],
+        }.items()
+    )  # fmt: skip
+    assert one == same and len({one, other, cut}) == 3
 
 
-def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
-    for ids in ([3, 1000], [-1]):
-        with pytest.raises(DataError, match="do not fit a vocabulary of 1000"):
-            write(tmp_path / "tokens.bin", ids)
-    assert not list(tmp_path.iterdir())
+def test_fingerprint_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of it, evenly spread, first and last among them; and its size."""
+    monkeypatch.setattr(fingerprint, "_WHOLE", 64)
+    monkeypatch.setattr(fingerprint, "_BLOCK", 16)
+    path = tmp_path / "file"
+    data = bytearray(1000)
+    path.write_bytes(data)
+    first = fingerprint.fingerprint(path)
+    noticed = []
+    for place in range(0, 1000):
+        data[place] = 1
+        path.write_bytes(data)
+        noticed.append(fingerprint.fingerprint(path) != first)
+        data[place] = 0
+    starts = [0, 328, 656, 984]
+    assert [i for i, seen in enumerate(noticed) if seen] == [s + i for s in starts for i in range(16)]
+    path.write_bytes(data + b"\0")
+    assert fingerprint.fingerprint(path) != first
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    with pytest.raises(KeyboardInterrupt), TokenWriter(path, 1000, "a corpus") as writer:
-        writer.append([4])
-        raise KeyboardInterrupt
-    assert TokenFile.open(path).tokens.tolist() == [1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 2
+def test_other_tokens_than_described(tmp_path: Path) -> None:
+    prefix = described(tmp_path / "x", [1, 2, 3])
+    bin_path(prefix).write_bytes(b"\1\0\2\0\4\0")
+    with pytest.raises(DataError, match=r"x.bin: not the tokens that x.json describes: .*; build it again, or delete"):
+        TokenFile.open(prefix)
+    description_path(prefix).unlink()
+    assert TokenFile.open(prefix).tokens.tolist() == [1, 2, 4]
 
 
-def test_a_reader_keeps_its_tokens_while_they_are_written_anew(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    reader = TokenFile.open(path)
-    write(path, [9, 9])
-    assert reader.tokens.tolist() == [1, 2, 3]
-    assert TokenFile.open(path).tokens.tolist() == [9, 9]
-
-
-def test_a_write_that_stops_between_the_two_files_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    replace = os.replace
-
-    def replace_tokens_only(source: Any, target: Any) -> None:
-        if Path(target).suffix == ".json":
-            raise OSError("the power fails")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", replace_tokens_only)
-    with pytest.raises(OSError, match="power"):
-        write(path, [7, 8, 9])  # as many as before: a stale description would fit
-    with pytest.raises(DataError, match="cannot read"):
-        TokenFile.open(path)
-
-
-def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*tokens.json, the description of tokens.bin: No such file"):
-        TokenFile.open(tmp_path / "tokens.bin")
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    path.unlink()
-    with pytest.raises(DataError, match=r"cannot read the token file .*tokens.bin: No such file"):
-        TokenFile.open(path)
-
-
-def test_cut_and_overlong_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    for contents in (b"", b"\0\0\0\0", b"\0\0\0\0\0", b"\0" * 8):
-        path.write_bytes(contents)
-        with pytest.raises(
-            DataError, match=rf"has {len(contents)} bytes, but tokens.json says 3 tokens of 2 bytes \(6"
-        ):
-            TokenFile.open(path)
-
-
-def test_changed_contents(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
-    path.write_bytes(b"\1\0\2\0\4\0")
+def test_verify(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="do not match its sha256"):
-        TokenFile.open(path).verify()
+        TokenFile.open(described(tmp_path / "x", [1, 2, 3])).verify()
+    with pytest.raises(DataError, match=r"has no y.json to be verified against"):
+        TokenFile.open(write_pair(tmp_path / "y", [[1]])).verify()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_that_are_no_tokens(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(
+        DataError, match=f"x.bin: holds numbers of type {dtype}, no tokens; use a pair of an integer type"
+    ):
+        TokenFile.open(write_pair(tmp_path / "x", [[1, 2]], dtype))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"dtype": "float16"}, {"dtype": None}, {"count": "many"}, {"count": None}, {"sha256": None}, "[1]", "{", ""],
+    "change", [{"vocab_size": "many"}, {"source": ...}, {"fingerprint": ...}, {"end_of_text": "x"}, "[1]", "{", ""]
 )
 def test_malformed_description(tmp_path: Path, change: dict[str, Any] | str) -> None:
-    path = write(tmp_path / "tokens.bin", [1, 2, 3])
+    path = description_path(described(tmp_path / "x", [1, 2, 3]))
     if isinstance(change, str):
-        sidecar_path(path).write_text(change)
+        path.write_text(change)
     else:
-        description = {**json.loads(sidecar_path(path).read_text()), **change}
-        sidecar_path(path).write_text(json.dumps({k: v for k, v in description.items() if v is not None}))
-    with pytest.raises(DataError, match="does not describe a token file.*delete it"):
-        TokenFile.open(path)
+        description = {**json.loads(path.read_text()), **change}
+        path.write_text(json.dumps({k: v for k, v in description.items() if v is not ...}))
+    with pytest.raises(DataError, match=r"x.json: does not describe a token file.*build it again"):
+        TokenFile.open(tmp_path / "x")
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 tokens"):
-        TokenFile.open(write(tmp_path / "tokens.bin", []))
+def test_unreadable(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"^data.corpus = .*x.bin: .*x.idx: cannot be read \(No such file"):
+        opened(corpus=str(tmp_path / "x.bin"))

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from slimpipe.cli import app
 from slimpipe.config import Config, load_config
-from slimpipe.data import SequenceSampler, TokenFile, load_tokenizer, prepare
+from slimpipe.data import load_tokenizer, open_data
 from slimpipe.schedule import Action
 from slimpipe.train import checkpoint
 from slimpipe.train import generate as generation
@@ -98,6 +98,7 @@ def test_the_run_is_left_in_its_folder(pipelined: Run) -> None:
         "config.yaml",
         "metrics.jsonl",
         "tokenizer.json",
+        "tokenizer_config.json",
         ".lock",
     }
     assert [path.name for path in (pipelined.output / "checkpoints").iterdir()] == [f"step_{STEPS}"]
@@ -185,9 +186,8 @@ def test_the_checkpointed_model_has_the_loss_of_the_session(
 ) -> None:
     """After `STEPS` steps on two ranks: by the reference what the plain run found in its next step."""
     config = pipelined.config
-    prepared = prepare(config.data.corpus, config.model.vocab_size, Path(config.data.cache_dir), progress=False)
-    sampler = SequenceSampler(TokenFile.open(prepared.tokens_path), config.data.sequence_length, config.train.seed)
-    batch = sampler.batch(STEPS, config.train.global_batch)
+    data = open_data(config.data, config.model.vocab_size, config.train.seed, progress=False)
+    batch = data.train.batch(STEPS, config.train.global_batch)
     loss, _ = reference_loss_and_grads(spec_of(config), trained_weights, *batch, torch.float64)
     assert plain.losses[STEPS] == pytest.approx(float(loss), rel=1e-5)
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from slimpipe.cli import app
 from slimpipe.config import load_config
-from slimpipe.data import PreparedData
 from slimpipe.parallel.mesh import Processes
 from slimpipe.train.main import _agree, _claim
 from tests.end_to_end.launch import QUICKSTART, slimpipe
@@ -196,9 +195,8 @@ def test_a_real_process_says_the_line_and_nothing_else(tiny: list[str], tmp_path
 def agreement(rank: int, world: int, rates: list[str], fingerprints: list[str]) -> str | None:
     """What a rank says to its own settings and tokens beside the others'."""
     config = load_config(QUICKSTART, [f"optim.lr={rates[rank]}"])
-    prepared = PreparedData(Path("tokens"), Path("tokenizer"), 1, fingerprints[rank])
     try:
-        _agree(config, prepared, Processes(rank, world, torch.device("cpu"), None))
+        _agree(config, fingerprints[rank], Processes(rank, world, torch.device("cpu"), None))
     except ValueError as error:
         return str(error)
     return None

@@ -1,8 +1,8 @@
 """The 16-layer Llama-8B-shaped model of FACTS.md section 3 through the pipeline: MFU, memory against the formula,
 bubble.
 
-    python -m benchmarks.pipeline                 # every case, one torchrun job each; rows in
-    benchmarks/results/pipeline.jsonl python -m benchmarks.pipeline --only 64k-n16
+    python -m benchmarks.pipeline                 # every case; rows in benchmarks/results/pipeline.jsonl
+    python -m benchmarks.pipeline --only 64k-n16
 
 A case that fails or runs out of time is recorded with its reason, and the next one starts.
 """
@@ -10,12 +10,8 @@ A case that fails or runs out of time is recorded with its reason, and the next 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import record
+from benchmarks import jobs, record
 from slimpipe.config import Config
-from slimpipe.parallel.mesh import prepare_process, start_processes
+from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
 from slimpipe.plan.hardware import load_hardware
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
@@ -53,16 +49,20 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n16-ahead0": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False, "ahead": 0},
     "64k-n16-vocab-ahead2": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ahead": 2},
     **{
-        f"64k-n16-{mode}": {
-            "length": 65536,
+        f"{kib}k-n16-{mode}": {
+            "length": kib * 1024,
             "m": 2,
             "n": 16,
             "v": 1,
-            "recompute": "norms",
+            "recompute": recompute,
             "vocab": True,
             "exchange": mode,
         }
-        for mode in ("pairwise", "balanced")
+        for kib, recompute, modes in (
+            (64, "norms", ("pairwise", "balanced")),
+            (128, "mlp", ("off", "pairwise", "balanced")),
+        )
+        for mode in modes
     },
 }
 COLUMNS = {
@@ -83,19 +83,21 @@ COLUMNS = {
 }
 
 
-def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Config:
+def config_of(case: dict[str, Any]) -> Config:
+    """The case's run. `model` replaces keys of the 16-layer model, for a try on a CPU."""
     return Config.from_dict(
         {
             "model": {
-                "layers": layers,
+                "layers": case["layers"],
                 "hidden_size": 4096,
                 "heads": 32,
                 "kv_heads": 8,
                 "intermediate_size": 14336,
                 "vocab_size": 128256,
                 "rope_theta": 500000.0,
+                **case.get("model", {}),
             },
-            "parallel": {"pp": ranks, "carrier": case.get("carrier", "auto")},
+            "parallel": {"pp": case["ranks"], "carrier": case.get("carrier", "auto")},
             "pipeline": {
                 "schedule": "slimpipe",
                 "slices": case["n"],
@@ -109,10 +111,10 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
             "optim": {"lr": 1e-4, "warmup_steps": 1},
             "train": {
-                "steps": steps,
+                "steps": case["steps"],
                 "output": "unused",
                 "global_batch": case["m"],
-                "dtype": "bfloat16",
+                "dtype": case.get("dtype", "bfloat16"),
                 "device": case.get("device", "auto"),
                 "attention": case.get("attention", "auto"),
                 "watchdog_seconds": 90,
@@ -121,11 +123,8 @@ def settings(case: dict[str, Any], ranks: int, layers: int, steps: int) -> Confi
     )
 
 
-def worker(case: dict[str, Any], steps: int) -> None:
-    """One rank of one case, under torchrun. Rank 0 prints the row."""
-    config = settings(case, int(os.environ["WORLD_SIZE"]), case["layers"], steps)
-    prepare_process(config)
-    processes = start_processes(config)
+def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[str, Any] | None:
+    """One rank of one case; on rank 0 the row."""
     progress = Progress()
     session: Session | None = None
     watchdog = Watchdog(
@@ -139,47 +138,48 @@ def worker(case: dict[str, Any], steps: int) -> None:
     started = time.perf_counter()
     session = Session(config, processes.carrier, progress)
     ready = time.perf_counter() - started
-    held = torch.cuda.memory_allocated()
+    on_gpu = processes.device.type == "cuda"
+    held = torch.cuda.memory_allocated() if on_gpu else 0
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for step in range(steps):
+    for step in range(config.train.steps):
         tokens = torch.randint(config.model.vocab_size, (case["m"], case["length"] + 1), generator=generator)
         rows.append(session.train_step(tokens[:, :-1], tokens[:, 1:]))
         if processes.rank == 0:
             print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
-    mine = memory(config, session, held)
+    mine = memory(config, session, held) if on_gpu else {"activation_gib": 0.0, "peak_gib": 0.0}
     if case.get("profile"):
         profile(session, tokens, processes.rank)
     everyone: list[Any] = [None] * processes.world
     dist.all_gather_object(everyone, mine)
     watchdog.stop()
-    if processes.rank == 0:
-        # The first step meets cold caches; the median leaves it out.
-        later = rows[1:] or rows
-        seconds = statistics.median(row.seconds for row in later)
-        flops = step_flops(config.model, case["length"], case["m"])
-        peak_flops = PEAK_FLOPS.get(torch.cuda.get_device_name(), 989e12) * processes.world
-        worst = max(everyone, key=lambda row: row["activation_gib"])
-        row = {
-            "mfu": flops / seconds / peak_flops,
-            "step_s": seconds,
-            "step_s_all": [round(row.seconds, 4) for row in rows],
-            "tokens_per_s": case["m"] * case["length"] / seconds,
-            "bubble": statistics.median(row.bubble for row in later),
-            "bubble_formula": float(bubble_fraction(config.pipeline.schedule, session.shape)),
-            **prediction(config, session),
-            "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
-            "ce_chunk": session.ce_chunk,
-            "loss": rows[-1].loss,
-            "grad_norm": rows[-1].grad_norm,
-            "ready_s": round(ready, 1),
-            **exchanged(session, later[-1]),
-            **worst,
-            "peak_gib_by_rank": " ".join(f"{found['peak_gib']:.1f}" for found in everyone),
-            "by_rank": everyone,
-        }
-        print("ROW " + json.dumps(row), flush=True)
-    dist.destroy_process_group()
+    if processes.rank != 0:
+        return None
+    # The first step meets cold caches; the median leaves it out.
+    later = rows[1:] or rows
+    seconds = statistics.median(row.seconds for row in later)
+    flops = step_flops(config.model, case["length"], case["m"])
+    peak_flops = (PEAK_FLOPS.get(torch.cuda.get_device_name(), 989e12) if on_gpu else 1e12) * processes.world
+    worst = max(everyone, key=lambda row: row["activation_gib"])
+    return {
+        "mfu": flops / seconds / peak_flops,
+        "step_s": seconds,
+        "step_s_all": [round(row.seconds, 4) for row in rows],
+        "tokens_per_s": case["m"] * case["length"] / seconds,
+        "bubble": statistics.median(row.bubble for row in later),
+        "bubble_by_rank": [round(share, 4) for share in later[-1].bubble_by_rank],
+        "bubble_formula": float(bubble_fraction(config.pipeline.schedule, session.shape)),
+        **prediction(config, session),
+        "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
+        "ce_chunk": session.ce_chunk,
+        "loss": rows[-1].loss,
+        "grad_norm": rows[-1].grad_norm,
+        "ready_s": round(ready, 1),
+        **exchanged(session, later[-1]),
+        **worst,
+        "peak_gib_by_rank": " ".join(f"{found['peak_gib']:.1f}" for found in everyone),
+        "by_rank": everyone,
+    }
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:
@@ -249,31 +249,9 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     }
 
 
-def run_case(name: str, case: dict[str, Any], ranks: int, steps: int, limit: int) -> dict[str, Any]:
-    """One torchrun job under a hard time limit; its row, or the reason why there is none."""
-    with tempfile.TemporaryDirectory() as logs:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--log-dir", logs]
-        command += ["-m", "benchmarks.pipeline", "--worker", json.dumps(case), "--steps", str(steps)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            output, error = done.stdout, done.stderr
-        except subprocess.TimeoutExpired as expired:
-            output = (expired.stdout or b"").decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-            error = (expired.stderr or b"").decode() if isinstance(expired.stderr, bytes) else expired.stderr or ""
-            error += f"\nstopped after {limit} s"
-    print(error[-6000:], file=sys.stderr, flush=True)
-    print("\n".join(line for line in output.splitlines() if line.startswith("PROFILE")), flush=True)
-    for line in output.splitlines():
-        if line.startswith("ROW "):
-            found: dict[str, Any] = json.loads(line.removeprefix("ROW "))
-            return found
-    reasons = [line.strip() for line in error.splitlines() if "Error" in line or "stopped after" in line]
-    return {"failed": (reasons or ["no row and no error"])[-1][:200]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", choices=CASES, help="cases to run (default: all)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16)
@@ -282,17 +260,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.worker:
-        worker(json.loads(options.worker), options.steps)
+    if options.worker is not None:
+        jobs.work(options.worker, config_of, measure)
         return
+    shared = {"ranks": options.ranks, "layers": options.layers, "steps": options.steps, "profile": options.profile}
+    cases = {name: CASES[name] | shared for name in options.only or CASES}
     rows = []
-    for name in options.only or CASES:
-        case = CASES[name] | {"layers": options.layers, "profile": options.profile}
-        row = {"case": name, **case} | run_case(name, case, options.ranks, options.steps, options.limit)
+    for name, found in jobs.run("benchmarks.pipeline", list(cases.items()), options.ranks, options.limit):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
-        row |= record.circumstances(f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}")
-        record.append(options.results, row)
-        rows.append(row)
+        command = f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}"
+        rows.append({"case": name, **cases[name], **found, **record.circumstances(command)})
+        record.append(options.results, rows[-1])
     record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")
 
 

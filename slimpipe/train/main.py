@@ -115,6 +115,7 @@ def _steps(config: Config, session: Session, data: RunData, loader: Loader, lead
                         "tokens_per_s": tokens_per_s,
                         "peak_memory_bytes": max(row.peak_memory_bytes),
                         "bubble": row.bubble,
+                        "bubble_by_rank": row.bubble_by_rank,
                         "waits": row.waits,
                         "peak_memory_bytes_by_rank": row.peak_memory_bytes,
                         **({"exchange": asdict(row.exchange)} if row.exchange is not None else {}),

@@ -51,6 +51,7 @@ class StepMetrics:
     the exchange within it; averaged over ranks."""
     bubble: float
     """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
+    bubble_by_rank: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
     """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
     exchange: ExchangeMetrics | None = None
@@ -292,6 +293,7 @@ class Session:
             seconds=float(rows[:, 0].max()),
             waits=dict(zip(kinds, rows[:, 3:].mean(0).tolist(), strict=True)),
             bubble=float(rows[:, 1].mean()),
+            bubble_by_rank=tuple(rows[:, 1].tolist()),
             peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
             exchange=ExchangeMetrics.of(exchanges) if exchanged else None,
         )

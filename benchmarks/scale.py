@@ -1,0 +1,173 @@
+"""Four or eight GPUs of one host: memory against p, the exchange's modes, MFU against n. 16 layers of Llama-8B shape.
+
+    python -m benchmarks.scale --predict          # what the simulator says, on no GPU: results/scale_predictions.jsonl
+    python -m benchmarks.scale                    # every case that this machine's GPUs allow: results/scale.jsonl
+
+Resumable: a case that has a row of the same commit's results file already is passed over (`--again` runs it again), and
+each case has its own time limit. Parts: `memory` (SlimPipe paper, Fig. 10), `exchange`, `slices` (Fig. 11).
+
+    python -m benchmarks.scale --part memory --host --reduced      # several processes on one GPU, a smaller model:
+                                                                   # memory is exact there, time means nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import jobs, record
+from benchmarks.pipeline import PROFILE, config_of, measure
+from slimpipe.plan.flops import step_flops
+from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.predict import predict
+from slimpipe.schedule.formulas import bubble_fraction
+from slimpipe.train.planning import make_plan
+
+FOLDER = Path(__file__).parent / "results"
+RESULTS, PREDICTIONS = FOLDER / "scale.jsonl", FOLDER / "scale_predictions.jsonl"
+KIB, PEAK = 1024, 989e12
+MODES = ("off", "pairwise", "balanced")
+COLUMNS = {
+    "case": "",
+    "mfu": ".1%",
+    "predicted_mfu": ".1%",
+    "step_s": ".3f",
+    "predicted_s": ".3f",
+    "bubble": ".1%",
+    "predicted_bubble": ".1%",
+    "bubble_formula": ".1%",
+    "exchange_exposed_s": ".3f",
+    "exchange_overlap": ".1%",
+    "activation_gib": ".2f",
+    "expected_gib": ".2f",
+    "activation_error": "+.1%",
+    "peak_gib_by_rank": "",
+    "failed": "",
+}
+
+
+def _case(p: int, n: int, kib: int, steps: int, exchange: str = "off", **more: Any) -> jobs.Case:
+    return {
+        "ranks": p,
+        "layers": 16,
+        "length": kib * KIB,
+        "m": 2,
+        "n": n,
+        "v": 1,
+        "recompute": "norms",
+        "vocab": True,
+        "exchange": exchange,
+        "steps": steps,
+        **more,
+    }
+
+
+def cases(part: str) -> dict[str, jobs.Case]:
+    """A part's cases by name."""
+    if part == "memory":
+        return {f"memory-p{p}-{kib}k": _case(p, 4 * p, kib, 1) for p in (2, 4, 8) for kib in (32, 64, 96)}
+    if part == "exchange":
+        return {
+            f"exchange-p{p}-n{n}-{kib}k-{mode}": _case(p, n, kib, 3 if kib == 64 else 2, mode)
+            for p in (4, 8)
+            for kib in (64, 128)
+            for n in (2 * p, 4 * p)
+            for mode in MODES
+        }
+    return {
+        f"slices-p{p}-n{n}-64k-{mode}": _case(p, n, 64, 3, mode)
+        for p in (4, 8)
+        for n in (p, 2 * p, 4 * p, 8 * p)
+        for mode in ("off", "balanced")
+        if n not in (2 * p, 4 * p)  # part `exchange` has those
+    }
+
+
+PARTS = ("memory", "exchange", "slices")
+
+
+def reduced(case: jobs.Case) -> jobs.Case:
+    """A model whose p = 8 fits on one GPU, by way of host memory: half the tokens, a quarter of the width."""
+    model = {"hidden_size": 1024, "heads": 8, "kv_heads": 2, "intermediate_size": 3584, "vocab_size": 32064}
+    return case | {"length": case["length"] // 2, "model": model, "carrier": "host"}
+
+
+def prediction(name: str, case: jobs.Case) -> dict[str, Any]:
+    """The case on paper: NCCL's rates beside compute; no norms, optimizer or launches."""
+    config = config_of(case)
+    planned = make_plan(config)
+    timeline = predict(config, planned.plan, planned.exchange, load_hardware(PROFILE))
+    seconds = timeline.makespan
+    return {
+        "case": name,
+        **case,
+        "predicted_s": seconds,
+        "predicted_mfu": step_flops(config.model, case["length"], case["m"]) / seconds / (PEAK * case["ranks"]),
+        "predicted_bubble": timeline.bubble_fraction,
+        "bubble_formula": float(bubble_fraction(config.pipeline.schedule, config.shape)),
+        "loans": 0 if planned.exchange is None else len(planned.exchange.loans),
+    }
+
+
+def done(path: Path) -> set[str]:
+    """Names of the cases that have a row without a failure."""
+    if not path.exists():
+        return set()
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["case"] for row in rows if not row.get("failed")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--predict", action="store_true", help="the simulator's numbers alone")
+    parser.add_argument("--host", action="store_true", help="several processes share a GPU, by way of host memory")
+    parser.add_argument("--reduced", action="store_true", help="a smaller model and half the tokens")
+    parser.add_argument("--limit", type=int, default=120, help="seconds a case")
+    parser.add_argument("--again", action="store_true", help="cases that have a row too")
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    if options.worker is not None:
+        jobs.work(options.worker, config_of, measure)
+        return
+    wanted = {name: case for part in options.part for name, case in cases(part).items()}
+    if options.only:
+        wanted = {name: wanted[name] for name in options.only}
+    rows: list[dict[str, Any]] = []
+    if options.predict:
+        for name, case in wanted.items():
+            if not name.startswith("memory"):
+                command = "python -m benchmarks.scale --predict"
+                rows.append(prediction(name, case) | record.circumstances(command))
+                record.append(options.results or PREDICTIONS, rows[-1])
+                print(f"{name}: {rows[-1]['predicted_s']:.3f} s", flush=True)
+        record.table(rows, {key: spec for key, spec in COLUMNS.items() if any(key in row for row in rows)}, "Predicted")
+        return
+    if options.reduced:
+        wanted = {f"{name}-reduced": reduced(case) for name, case in wanted.items()}
+    path = options.results or RESULTS
+    gpus = torch.cuda.device_count()
+    known = set() if options.again else done(path)
+    for p in sorted({case["ranks"] for case in wanted.values()}):
+        todo = [(name, case) for name, case in wanted.items() if case["ranks"] == p and name not in known]
+        if p > gpus and not options.host:
+            print(f"{len(todo)} cases need {p} GPUs, here are {gpus}: not run", flush=True)
+            continue
+        for name, found in jobs.run("benchmarks.scale", todo, p, options.limit):
+            command = f"python -m benchmarks.scale --only {name.removesuffix('-reduced')}"
+            command += " --host" * options.host + " --reduced" * options.reduced
+            rows.append({"case": name, **dict(todo)[name], **found, **record.circumstances(command)})
+            record.append(path, rows[-1])
+            said = found.get("failed") or f"{found['step_s']:.3f} s, MFU {found['mfu']:.1%}"
+            print(f"{name}: {said}", flush=True)
+    record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")
+
+
+if __name__ == "__main__":
+    main()

@@ -62,6 +62,8 @@ def _case(p: int, n: int, kib: int, steps: int, exchange: str = "off", **more: A
         "vocab": True,
         "exchange": exchange,
         "steps": steps,
+        # Loans are those that pay at NCCL's rates.
+        **({"hardware": f"configs/hardware/{PROFILE.name}"} if exchange != "off" else {}),
         **more,
     }
 

@@ -4,7 +4,8 @@
     python -m benchmarks.scale                    # every case that this machine's GPUs allow: results/scale.jsonl
 
 Resumable: a case that has a row of the same commit's results file already is passed over (`--again` runs it again), and
-each case has its own time limit. Parts: `memory` (SlimPipe paper, Fig. 10), `exchange`, `slices` (Fig. 11).
+each case has its own time limit. Parts: `memory` (SlimPipe paper, Fig. 10), `exchange`,
+`slices` (Fig. 11), `vocabulary`.
 
     python -m benchmarks.scale --part memory --host --reduced      # several processes on one GPU, a smaller model:
                                                                    # memory is exact there, time means nothing
@@ -72,6 +73,8 @@ def cases(part: str) -> dict[str, jobs.Case]:
     """A part's cases by name."""
     if part == "memory":
         return {f"memory-p{p}-{kib}k": _case(p, 4 * p, kib, 1) for p in (2, 4, 8) for kib in (32, 64, 96)}
+    if part == "vocabulary":  # beside exchange-p*-n*-64k-off: the same with embedding and output layer on one rank each
+        return {f"vocabulary-p{p}-n{4 * p}-64k-whole": _case(p, 4 * p, 64, 3, vocab=False) for p in (4, 8)}
     if part == "exchange":
         return {
             f"exchange-p{p}-n{n}-{kib}k-{mode}": _case(p, n, kib, 3 if kib == 64 else 2, mode)
@@ -89,7 +92,7 @@ def cases(part: str) -> dict[str, jobs.Case]:
     }
 
 
-PARTS = ("memory", "exchange", "slices")
+PARTS = ("memory", "exchange", "slices", "vocabulary")
 
 
 def reduced(case: jobs.Case) -> jobs.Case:

@@ -173,7 +173,9 @@ HardwareOption = Annotated[
     Path | None,
     typer.Option(help="A profile such as configs/hardware/h200_facts.yaml: transfers then take time. Needs --model."),
 ]
-ModelOption = Annotated[Path | None, typer.Option(help="A training configuration; its model sets sizes and rates.")]
+ModelOption = Annotated[
+    Path | None, typer.Option(help="A training configuration; its model and memory.recompute set sizes and rates.")
+]
 SequenceOption = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: that of --model.")]
 HeadOption = Annotated[
     float | None, typer.Option(help="The whole output layer's forward for a slice, in average forwards of a unit.")
@@ -297,7 +299,8 @@ def _setting(
         return ExchangeSetting.on_paper(shape.n, attention_share) if attention_share and attention_share <= 1 else None
     settings = load_config(model)
     tokens = sequence or settings.data.sequence_length
-    return ExchangeSetting.on_hardware(load_hardware(hardware), settings.model, shape, tokens, attention_share)
+    profile, recompute = load_hardware(hardware), settings.memory.recompute
+    return ExchangeSetting.on_hardware(profile, settings.model, shape, tokens, attention_share, recompute)
 
 
 @dataclass(frozen=True)

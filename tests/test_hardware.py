@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from slimpipe.config import Config, load_config
+from slimpipe.config import Config, Recompute, load_config
 from slimpipe.plan.exchange import ExchangeSetting
-from slimpipe.plan.flops import layer_flops_per_token
+from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
 from slimpipe.plan.hardware import before_attention, load_hardware, loan_bytes
 from slimpipe.plan.predict import predict
 from slimpipe.schedule import LinkCost, PlanError, Rate, Shape, build
@@ -51,6 +51,28 @@ def test_work_of_a_model() -> None:
     assert shared.mean_forward(n) == pytest.approx(work.mean_forward(n))
     assert shared.forward.dense == pytest.approx(0.2 * work.mean_forward(n))
     assert shared.backward.dense == pytest.approx(2 * shared.forward.dense)
+
+
+def test_recompute_takes_time() -> None:
+    """What backwards make again, at the forward's rates."""
+    profile = load_hardware(H200)
+    plain = profile.work(MODEL, 8, 4096)
+    works = {mode: plain.recomputing(*recomputed_shares(MODEL, mode)) for mode in get_args(Recompute)}
+    extra = {mode: (work.backward.dense - plain.backward.dense) / plain.forward.dense for mode, work in works.items()}
+    all_but = (2 * 14336 + 2 * 4096) / 53248
+    assert extra == pytest.approx(
+        {"none": 0, "norms": 0, "mlp": 2 * 14336 / 53248, "all_but_attention": all_but, "full": all_but}
+    )
+    assert all(work.forward == plain.forward for work in works.values())
+    full = works["full"]
+    assert full.again == replace(plain.forward, dense=all_but * plain.forward.dense)
+    assert full.backward.token == plain.backward.token + plain.forward.token
+    assert full.backward.own == plain.backward.own + plain.forward.own
+    assert all(works[mode].backward.token == plain.backward.token for mode in works if mode != "full")
+    twice = full.with_attention_share(16, 0.8)
+    assert twice.again is not None
+    assert twice.again.token == pytest.approx(twice.forward.token)
+    assert twice.again.dense == pytest.approx(all_but * twice.forward.dense)
 
 
 def test_sizes_of_a_model() -> None:

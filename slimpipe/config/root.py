@@ -98,12 +98,6 @@ class Config(BaseModel):
                 f"its loans need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to off, or "
                 "pipeline.schedule to slimpipe",
             )
-        if pipeline.exchange != "off" and self.memory.recompute == "full":
-            yield pipeline.problem(
-                "exchange",
-                "memory.recompute = full runs attention again in the backward, whose loans are not built; set it to "
-                "off, or memory.recompute to all_but_attention",
-            )
         granule, tokens = pipeline.exchange_granule, length // pipeline.slices
         if granule is not None and tokens % granule:
             use = divisors_near(tokens, granule)

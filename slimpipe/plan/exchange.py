@@ -77,7 +77,7 @@ class ExchangeSetting:
         if attention_share is not None:
             work = work.with_attention_share(shape.n, attention_share)
         work = work.recomputing(*recomputed_shares(model, recompute))
-        sizes, network = loan_bytes(model, tokens), hardware.network
+        sizes, network = loan_bytes(model, tokens, again=work.again is not None), hardware.network
         return cls(
             work,
             LayerByLayer(work, layers, before_attention(model), sizes, network),

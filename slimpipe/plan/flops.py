@@ -26,13 +26,13 @@ def step_flops(model: ModelConfig, sequence_length: int, sequences: int) -> floa
     return 3.0 * sequences * sequence_length * (model.layers * (gemm + attention) + head)
 
 
-def recomputed_shares(model: ModelConfig, recompute: Recompute) -> tuple[float, float]:
-    """(of the GEMMs, of the attention) the parts of a layer's forward that its backward does once more.
+def recomputed_shares(model: ModelConfig, recompute: Recompute) -> tuple[float, bool]:
+    """(of the GEMMs, whether the attention) the parts of a layer's forward that its backward does once more.
 
     slimpipe's own blocks leave out what a second run does not need: the keys and values, where no norm reads them, and
     the down projection. A block of the user's own runs again whole, and `mlp` is its own affair.
     """
-    attention = 1.0 if recompute == "full" else 0.0
+    attention = recompute == "full"
     if recompute in ("none", "norms"):
         return 0.0, attention
     if model.name != "llama":

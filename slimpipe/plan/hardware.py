@@ -58,12 +58,15 @@ class HardwareProfile:
         return LinkCost(rate.latency, rate.bandwidth, element * micro_batch * slice_tokens * model.hidden_size)
 
 
-def loan_bytes(model: ModelConfig, slice_tokens: int, micro_batch: int = 1, element: int = 2) -> LoanBytes:
-    """What a loan sends in one layer; `element` bytes a number, LSE in fp32."""
+def loan_bytes(
+    model: ModelConfig, slice_tokens: int, micro_batch: int = 1, element: int = 2, again: bool = False
+) -> LoanBytes:
+    """What a loan sends in one layer; `element` bytes a number, LSE in fp32. `again`: backwards run attention again."""
     return LoanBytes(
         kv_token=2 * element * micro_batch * model.kv_heads * model.head_dim,
         query=element * micro_batch * slice_tokens * model.heads * model.head_dim,
         lse=4 * micro_batch * slice_tokens * model.heads,
+        again=again,
     )
 
 

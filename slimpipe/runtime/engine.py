@@ -216,10 +216,14 @@ class Engine:
         with self.clock.busy(str(action)):
             for layer in layers if action.op is Op.HELP_FORWARD else reversed(layers):
                 exchange.send_keys(layer, None)
-                forward = action.op is Op.HELP_FORWARD
-                under_way = exchange.forward(None) if forward else exchange.backward(None)
-                under_way.help()
-                under_way.collect()
+                if action.op is Op.HELP_FORWARD or exchange.again:
+                    forward = exchange.forward(None)
+                    forward.help()
+                    forward.collect()
+                if action.op is Op.HELP_BACKWARD:
+                    backward = exchange.backward(None)
+                    backward.help()
+                    backward.collect()
 
     def send(self, action: Action) -> None:
         """The output of the unit's forward, or the gradient of its input, to the neighbour."""

@@ -3,9 +3,10 @@
 Which rank lends what to whom is decided ahead of time (schedule.balance). In the forward of a loan, per layer, three
 batches of transfers: `A`, keys and values of the lent range, at the layer's start, before its norm and projection; `B`,
 the query; `C`, the helper's partial output and LSE, back. In the backward: `A` from a hook at the layer's output, which
-fires first; `B`, query, output, LSE and the output's gradient; `C`, gradients of query, keys and values, back. A helper
-with a slice of its own in the slot does the lent part after its own, layer by layer; an idle one in an action of its
-own. Every rank in a loan of a slot posts the same batches in the same order, on one communicator.
+fires first; `B`, query, output, LSE and the output's gradient; `C`, gradients of query, keys and values, back. Where a
+backward runs attention again, the forward's `B` and `C` come behind `A`, with the same keys; the query is sent there.
+A helper with a slice of its own in the slot does the lent part after its own, layer by layer; an idle one in an action
+of its own. Every rank in a loan of a slot posts the same batches in the same order, on one communicator.
 """
 
 from __future__ import annotations
@@ -188,12 +189,16 @@ class LayerExchange:
         kind: str,
         action: str,
         traffic_count: TrafficCount,
+        again: bool = False,
     ) -> None:
         self.lent, self.helped = tuple(lent), tuple(helped)
         self._traffic, self._buffers, self._kept = traffic, buffers, kept
         self.backend, self.shapes, self._clock, self._kind = backend, shapes, clock, kind
         self._action, self._count = action, traffic_count
+        self.again = again
+        """A backward's that runs attention again: `forward`, then `backward`, in each layer."""
         self._layer = 0
+        self._queries: list[Tensor] = []
         self.keys: Batch | None = None
         self.keys_received: list[tuple[Tensor, Tensor]] = []
 
@@ -221,7 +226,7 @@ class LayerExchange:
 
     def let_go(self) -> None:
         """At a layer's end: this object lives until the unit's backward, its keys need not."""
-        self.keys, self.keys_received = None, []
+        self.keys, self.keys_received, self._queries = None, [], []
 
     def keep_keys(self) -> None:
         """After their arrival in a forward: those that the backward will want are copied out of the buffer."""
@@ -236,21 +241,23 @@ class LayerExchange:
         sends = [(q.contiguous(), loan.helper) for loan in self.lent] if q is not None else []
         owners = [loan.owner for loan in self.helped]
         batch = self.post(sends, list(zip(received, owners, strict=True)))
+        self._queries = received if self.again else []
         return _ForwardUnderWay(self, batch, received)
 
     def backward(self, owned: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _BackwardUnderWay:
         """Batch B: (q, out, lse, dout) go to the helpers, the owners' come here."""
         x = self.shapes
         of_a_slice = (x.b, x.s, x.heads, x.d)
-        tensors = self.take("owner's", [of_a_slice] * 3 * len(self.helped), x.dtype)
+        count = 2 if self.again else 3
+        tensors = iter(self.take("owner's", [of_a_slice] * count * len(self.helped), x.dtype))
         lses = self.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), wide(x.dtype))
         receives: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, loan in enumerate(self.helped):
-            q, out, dout = tensors[3 * index : 3 * index + 3]
-            received.append((q, out, lses[index], dout))
-            receives += [(part, loan.owner) for part in received[-1]]
-        sends = [(part.contiguous(), loan.helper) for loan in self.lent for part in owned or ()]
+            q = self._queries[index] if self.again else next(tensors)
+            received.append((q, next(tensors), lses[index], next(tensors)))
+            receives += [(part, loan.owner) for part in received[-1][self.again :]]
+        sends = [(part.contiguous(), loan.helper) for loan in self.lent for part in (owned or ())[self.again :]]
         return _BackwardUnderWay(self, self.post(sends, receives), received)
 
     def take(self, purpose: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
@@ -306,7 +313,8 @@ class _ForwardUnderWay:
     def collect(self) -> list[tuple[Tensor, Tensor]]:
         """(out, lse) of what this rank lent."""
         self._exchange.wait(self._exchange.keys, self._batch, self._results)
-        self._exchange.let_go()
+        if not self._exchange.again:
+            self._exchange.let_go()
         return self._parts
 
 

@@ -58,6 +58,7 @@ class Loans:
             (lent or helped)[0].slot.kind,
             str(action),
             self.moved,
+            again=self.plan.again and (lent or helped)[0].slot.kind == "B",
         )
 
     def lent_ranges(self, action: Action) -> list[Range]:

@@ -59,11 +59,12 @@ def balance(
             f"pipeline.exchange_granule = {granule}: does not divide the {slice_tokens} tokens of a slice "
             f"(data.sequence_length / pipeline.slices); use {default_granule(slice_tokens)}"
         )
-    slots = slots_of(plan)
+    slots, again = slots_of(plan), work.again is not None
     if mode == "off":
-        return Exchange(mode, slots, slice_tokens, granule)
+        return Exchange(mode, slots, slice_tokens, granule, again=again)
     moves = plan_moves(slots, mode, work, granule, passes, fill, ranks_per_node, times)
-    return Exchange(mode, slots, slice_tokens, granule, partial(_place, plan, slots, moves, granule, slice_tokens))
+    place = partial(_place, plan, slots, moves, granule, slice_tokens)
+    return Exchange(mode, slots, slice_tokens, granule, place, again)
 
 
 def default_granule(slice_tokens: int) -> int:

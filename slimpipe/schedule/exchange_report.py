@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from slimpipe.schedule.exchange_transfers import BATCHES, BatchName
+from slimpipe.schedule.exchange_transfers import BatchName, batches, goes_back
 from slimpipe.schedule.loan_cost import LoanBytes
 from slimpipe.schedule.loans import Exchange, Loan
 from slimpipe.schedule.plan import Shape
@@ -88,14 +88,14 @@ def max_imbalance(exchange: Exchange, work: Work) -> float:
 def buffer_bytes(exchange: Exchange, sizes: LoanBytes) -> tuple[int, ...]:
     """By rank, what it needs to receive into: the most that one layer of any slot asks for, kind by kind of buffer.
 
-    Buffers are shared by all layers and slots, but batches A, B and C of one layer have their own.
+    Buffers are shared by all layers and slots, but the batches of one layer have their own.
     """
     most: list[dict[tuple[Kind, BatchName], int]] = [{} for _ in range(exchange.slots.shape.p)]
     for slot, loans in exchange.by_slot.items():
-        for batch in BATCHES:
+        for batch in batches(slot.kind, sizes.again):
             asked: defaultdict[int, int] = defaultdict(int)
             for loan in loans:
-                asked[loan.owner if batch == "C" else loan.helper] += sizes.of(slot.kind, batch, loan.tokens)
+                asked[loan.owner if goes_back(batch) else loan.helper] += sizes.of(slot.kind, batch, loan.tokens)
             for rank, size in asked.items():
                 most[rank][slot.kind, batch] = max(size, most[rank].get((slot.kind, batch), 0))
     return tuple(sum(buffers.values()) for buffers in most)

@@ -9,6 +9,9 @@ rank that lends or helps posts three batches, each a group of sends and receives
 | B     | Q of the slice                         | Q, output, LSE and gradient of the output    | owner to helper  |
 | C     | partial output and its LSE             | gradients of Q, and of the range's K and V   | helper to owner  |
 
+Where backwards run attention again (`memory.recompute: full`) a loan of a backward serves both: behind A come the
+forward's two, B' and C', with the same keys and values, and Q is not sent once more in B.
+
 Ranks post in the order of slots, layers and batches, and in a batch in the order in which loans stand in the exchange.
 Between two ranks transfers of a batch match by that order alone.
 """
@@ -24,20 +27,34 @@ from slimpipe.schedule.action import Action
 from slimpipe.schedule.loans import Exchange, Loan
 from slimpipe.schedule.slots import Kind
 
-BatchName = Literal["A", "B", "C"]
-BATCHES: Final[tuple[BatchName, ...]] = ("A", "B", "C")
+BatchName = Literal["A", "B'", "C'", "B", "C"]
 
-PIECES: Final[Mapping[tuple[Kind, BatchName], tuple[str, ...]]] = MappingProxyType(
+_PIECES: Final[Mapping[str, Mapping[BatchName, tuple[str, ...]]]] = MappingProxyType(
     {
-        ("F", "A"): ("K", "V"),
-        ("F", "B"): ("Q",),
-        ("F", "C"): ("out", "LSE"),
-        ("B", "A"): ("K", "V"),
-        ("B", "B"): ("Q", "out", "LSE", "dOut"),
-        ("B", "C"): ("dQ", "dK", "dV"),
+        "F": {"A": ("K", "V"), "B": ("Q",), "C": ("out", "LSE")},
+        "B": {"A": ("K", "V"), "B": ("Q", "out", "LSE", "dOut"), "C": ("dQ", "dK", "dV")},
+        "B again": {
+            "A": ("K", "V"),
+            "B'": ("Q",),
+            "C'": ("out", "LSE"),
+            "B": ("out", "LSE", "dOut"),
+            "C": ("dQ", "dK", "dV"),
+        },
     }
 )
-"""The tensors of one loan in a batch, in the order of posting."""
+
+
+def batches(kind: Kind, again: bool) -> Mapping[BatchName, tuple[str, ...]]:
+    """The batches of one layer, with the tensors of one loan in each, all in the order of posting.
+
+    `again`: backwards run attention's forward again.
+    """
+    return _PIECES["B again" if kind == "B" and again else kind]
+
+
+def goes_back(batch: BatchName) -> bool:
+    """Whether the batch goes from helper to owner."""
+    return batch in ("C", "C'")
 
 
 class Piece(NamedTuple):
@@ -50,11 +67,11 @@ class Piece(NamedTuple):
 
     @property
     def src(self) -> int:
-        return self.loan.helper if self.batch == "C" else self.loan.owner
+        return self.loan.helper if goes_back(self.batch) else self.loan.owner
 
     @property
     def dst(self) -> int:
-        return self.loan.owner if self.batch == "C" else self.loan.helper
+        return self.loan.owner if goes_back(self.batch) else self.loan.helper
 
     def __str__(self) -> str:
         return f"{self.what} of layer {self.layer}, {self.loan}"
@@ -75,11 +92,10 @@ def postings(exchange: Exchange, rank: int, action: Action, layers: int) -> Iter
     lent, helped = exchange.lent_in(rank, action), exchange.helped_in(rank, action)
     if not (lent or helped):
         return
+    loans = (*lent, *helped)
     for layer in range(layers):
-        for batch in BATCHES:
-            pieces = [
-                Piece(loan, layer, batch, what) for loan in (*lent, *helped) for what in PIECES[loan.slot.kind, batch]
-            ]
+        for batch, tensors in batches(loans[0].slot.kind, exchange.again).items():
+            pieces = [Piece(loan, layer, batch, what) for loan in loans for what in tensors]
             yield Posting(
                 layer,
                 batch,

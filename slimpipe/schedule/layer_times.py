@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slimpipe.schedule.exchange_transfers import BATCHES, BatchName
+from slimpipe.schedule.exchange_transfers import BatchName, batches, goes_back
 from slimpipe.schedule.loan_cost import LoanBytes, Network
 from slimpipe.schedule.loans import Loan
 from slimpipe.schedule.slot_times import Stay
 from slimpipe.schedule.slots import Kind
-from slimpipe.schedule.work import Work
+from slimpipe.schedule.work import Load, Work
 
 
 class _Parts(NamedTuple):
@@ -42,7 +42,8 @@ class LayerByLayer:
     the backward. Batch A starts with the layer, B before the rank's attention, C when it has done what others lent to
     it: before its own past (`loans_first`), so that results travel while both sides are busy, or behind it. A batch of
     one rank starts when its last one has ended and its partner has come to the same, and a rank's links are shared by
-    all transfers of a batch. Interference between transfers and compute is left out.
+    all transfers of a batch. A backward that runs attention again has two such rounds a layer, the forward's first.
+    Interference between transfers and compute is left out.
     """
 
     work: Work
@@ -53,31 +54,51 @@ class LayerByLayer:
     loans_first: bool = True
 
     def of(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, Stay]:
-        parts = self._parts(kind, pasts, loans)
-        took = {batch: self._transfers(kind, batch, loans) for batch in BATCHES}
+        rounds = self._rounds(kind, pasts, loans)
+        took = {batch: self._transfers(kind, batch, loans) for batch in batches(kind, self.work.again is not None)}
         now = dict.fromkeys(pasts, 0.0)
         done = dict.fromkeys(pasts, 0.0)
         for _ in range(self.layers):
             done = _meet(loans, _later(now, done), took["A"])
-            now = {rank: now[rank] + part.pre for rank, part in parts.items()}
-            done = _meet(loans, _later(now, done), took["B"])
-            now = {rank: now[rank] + part.own for rank, part in parts.items()}
-            if not self.loans_first:
-                now = {rank: now[rank] + part.kept for rank, part in parts.items()}
-            # Owners have nothing to wait for here but room in the queue of batches.
-            helped = {rank: max(now[rank], done[rank]) + part.helped for rank, part in parts.items() if part.helped}
-            now |= helped
-            posted = _later(helped if self.loans_first else now, done)
-            if self.loans_first:
-                now = {rank: now[rank] + part.kept for rank, part in parts.items()}
-            done = _meet(loans, posted, took["C"])
-            now = {rank: max(now[rank], done[rank] if part.lent else 0.0) + part.post for rank, part in parts.items()}
-        return {rank: Stay(now[rank], self.layers * part.busy) for rank, part in parts.items()}
+            for query, result, parts in rounds:
+                now = {rank: now[rank] + part.pre for rank, part in parts.items()}
+                done = _meet(loans, _later(now, done), took[query])
+                now = {rank: now[rank] + part.own for rank, part in parts.items()}
+                if not self.loans_first:
+                    now = {rank: now[rank] + part.kept for rank, part in parts.items()}
+                # Owners have nothing to wait for here but room in the queue of batches.
+                helped = {rank: max(now[rank], done[rank]) + part.helped for rank, part in parts.items() if part.helped}
+                now |= helped
+                posted = _later(helped if self.loans_first else now, done)
+                if self.loans_first:
+                    now = {rank: now[rank] + part.kept for rank, part in parts.items()}
+                done = _meet(loans, posted, took[result])
+                now = {
+                    rank: max(now[rank], done[rank] if part.lent else 0.0) + part.post for rank, part in parts.items()
+                }
+        busy = {rank: self.layers * sum(parts[rank].busy for _, _, parts in rounds) for rank in pasts}
+        return {rank: Stay(now[rank], busy[rank]) for rank in pasts}
 
-    def _parts(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, _Parts]:
-        """By rank, one layer's work."""
-        load = self.work.of(kind)
-        first = self.before if kind == "F" else 1 - self.before
+    def _rounds(
+        self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]
+    ) -> list[tuple[BatchName, BatchName, dict[int, _Parts]]]:
+        """Of one layer: (batch with the queries, batch with the results, work by rank) of each run of attention."""
+        work = self.work
+        if kind == "F":
+            return [("B", "C", self._parts(work.forward, self.before, pasts, loans))]
+        if work.again is None:
+            return [("B", "C", self._parts(work.backward, 1 - self.before, pasts, loans))]
+        a, b = work.backward, work.again
+        alone = Load(a.dense - b.dense, a.own - b.own, a.token - b.token)
+        return [
+            ("B'", "C'", self._parts(work.again, self.before, pasts, loans)),
+            ("B", "C", self._parts(alone, 1 - self.before, pasts, loans)),
+        ]
+
+    def _parts(
+        self, load: Load, first: float, pasts: Mapping[int, int | None], loans: Sequence[Loan]
+    ) -> dict[int, _Parts]:
+        """By rank, one layer's work; `first` of its dense part stands in front of attention."""
         dense, own, token = load.dense / self.layers, load.own / self.layers, load.token / self.layers
         lent: defaultdict[int, int] = defaultdict(int)
         helped: defaultdict[int, float] = defaultdict(float)
@@ -96,7 +117,8 @@ class LayerByLayer:
     def _transfers(self, kind: Kind, batch: BatchName, loans: Iterable[Loan]) -> dict[Loan, float]:
         """How long each loan's transfer of a batch takes, if all of a rank's start at once and share its links."""
         loans = tuple(loans)
-        ends = {loan: (loan.helper, loan.owner) if batch == "C" else (loan.owner, loan.helper) for loan in loans}
+        back = goes_back(batch)
+        ends = {loan: (loan.helper, loan.owner) if back else (loan.owner, loan.helper) for loan in loans}
         sizes = {loan: self.sizes.of(kind, batch, loan.tokens) for loan in loans}
         out: defaultdict[tuple[int, float], int] = defaultdict(int)
         into: defaultdict[tuple[int, float], int] = defaultdict(int)

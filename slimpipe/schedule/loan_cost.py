@@ -2,14 +2,14 @@
 
 A loan makes three transfers a layer (`schedule.exchange_transfers`): keys and values of the range, which grow with it,
 and what does not: query and partial output of the whole slice, in the backward also the merged output, LSE and output's
-gradient, and the gradients back.
+gradient, and the gradients back. In a backward that runs attention again they are five.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimpipe.schedule.exchange_transfers import BATCHES, BatchName
+from slimpipe.schedule.exchange_transfers import BatchName, batches
 from slimpipe.schedule.moves import Passes
 from slimpipe.schedule.plan import PlanError
 from slimpipe.schedule.slots import Kind
@@ -19,18 +19,18 @@ from slimpipe.schedule.work import Work
 @dataclass(frozen=True)
 class LoanBytes:
     """One layer's. `kv_token`: keys and values of one token. `query`: a slice's query, as large as its output. `lse`:
-    the log-sum-exp of a slice."""
+    the log-sum-exp of a slice. `again`: backwards run attention again."""
 
     kv_token: int
     query: int
     lse: int
+    again: bool = False
 
     def of(self, kind: Kind, batch: BatchName, tokens: int) -> int:
         """Bytes of one loan's transfers of a batch, in one direction: A and B to the helper, C back."""
-        keys = self.kv_token * tokens
-        if kind == "F":
-            return {"A": keys, "B": self.query, "C": self.query + self.lse}[batch]
-        return {"A": keys, "B": 3 * self.query + self.lse, "C": self.query + keys}[batch]
+        size = {"K": self.kv_token * tokens / 2, "Q": self.query, "out": self.query, "LSE": self.lse}
+        size |= {"V": size["K"], "dOut": self.query, "dQ": self.query, "dK": size["K"], "dV": size["K"]}
+        return round(sum(size[tensor] for tensor in batches(kind, self.again)[batch]))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Network:
 
 def loan_time(sizes: LoanBytes, rate: Rate, kind: Kind, tokens: int) -> float:
     """How long one loan's transfers of one layer take a link, one after another."""
-    return sum(rate.latency + sizes.of(kind, batch, tokens) / rate.bandwidth for batch in BATCHES)
+    return sum(rate.latency + sizes.of(kind, batch, tokens) / rate.bandwidth for batch in batches(kind, sizes.again))
 
 
 def worth_it(work: Work, sizes: LoanBytes, network: Network, layers: int) -> Passes:

@@ -62,6 +62,8 @@ class Exchange:
     slice_tokens: int
     granule: int
     place: Callable[[], Iterable[Loan]] = tuple
+    again: bool = False
+    """Whether a backward's loans serve attention's forward too, which runs again there."""
 
     @cached_property
     def loans(self) -> tuple[Loan, ...]:

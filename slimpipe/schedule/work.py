@@ -7,7 +7,7 @@ their past. Any unit of time serves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimpipe.schedule.action import Unit
 from slimpipe.schedule.costs import Costs
@@ -40,6 +40,8 @@ class Work:
     forward: Load
     backward: Load
     slice_tokens: int
+    again: Load | None = None
+    """Where backwards run their attention's forward once more: the part of `backward` that is forward. Else None."""
 
     def of(self, kind: Kind) -> Load:
         return self.forward if kind == "F" else self.backward
@@ -54,21 +56,23 @@ class Work:
         mean = self.mean_forward(n)
         attention = share * mean / (mean - self.forward.dense)
         dense = (1 - share) * mean / self.forward.dense
-        forward, backward = (
-            Load(dense * load.dense, attention * load.own, attention * load.token)
-            for load in (self.forward, self.backward)
-        )
-        return Work(forward, backward, self.slice_tokens)
 
-    def recomputing(self, dense: float, attention: float) -> Work:
-        """The same, where backwards do these parts of their forward once more."""
-        forward, backward = self.forward, self.backward
-        again = Load(
-            backward.dense + dense * forward.dense,
-            backward.own + attention * forward.own,
-            backward.token + attention * forward.token,
+        def scaled(load: Load) -> Load:
+            return Load(dense * load.dense, attention * load.own, attention * load.token)
+
+        again = None if self.again is None else scaled(self.again)
+        return Work(scaled(self.forward), scaled(self.backward), self.slice_tokens, again)
+
+    def recomputing(self, dense: float, attention: bool) -> Work:
+        """The same, where backwards do this part of their forward's dense work once more, and its attention or not."""
+        dense_again = dense * self.forward.dense
+        if not attention:
+            return replace(self, backward=replace(self.backward, dense=self.backward.dense + dense_again))
+        again = replace(self.forward, dense=dense_again)
+        backward = Load(
+            self.backward.dense + again.dense, self.backward.own + again.own, self.backward.token + again.token
         )
-        return Work(forward, again, self.slice_tokens)
+        return replace(self, backward=backward, again=again)
 
     def costs(self) -> Costs:
         """The same without exchange, for the simulator."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimpipe.kernels.attention import PlainAttention
 from slimpipe.runtime import exchange as exchange_module
 from slimpipe.runtime import sliced_attention as attention_module
 from slimpipe.runtime.exchange import DistributedExchange
@@ -32,7 +33,7 @@ def _cases() -> list[tuple[Case, int]]:
         options: dict[str, Any] = {
             "kv": "gqa" if (pp + m) % 2 else "mha",
             "mask": "ragged" if v == 2 else "none",
-            "recompute": "norms" if m == 2 else "none",
+            "recompute": MODES_OF_MEMORY[(pp + 2 * v + m + (mode == "balanced")) % 5],
             "micro_batch": 2 if m == 1 else 1,
             "vocab_parallel": (pp + v + m) % 2 == 0,
             "keep": "kv" if (v + m) % 2 else "none",
@@ -43,6 +44,7 @@ def _cases() -> list[tuple[Case, int]]:
 
 
 MODES = ("pairwise", "balanced")
+MODES_OF_MEMORY = ("none", "norms", "mlp", "all_but_attention", "full")
 # What pairs of whole slices can lend at two ranks is next to nothing.
 LEAST = {("pairwise", 2): 0, ("pairwise", 3): 2, ("pairwise", 4): 4}
 LEAST |= {("balanced", 2): 8, ("balanced", 3): 12, ("balanced", 4): 16}
@@ -60,6 +62,7 @@ DELAYED = [
     case(pp=3, n=8, m=2, exchange="balanced", granule=2, vocab_parallel=True, mask="ragged"),
     case(pp=4, v=2, n=8, m=2, exchange="balanced", granule=4, keep="kv"),
     case(pp=4, n=8, m=3, exchange="pairwise"),
+    case(pp=3, n=8, m=2, exchange="balanced", granule=2, recompute="full", keep="kv"),
 ]
 
 
@@ -128,6 +131,27 @@ def test_with_one_rank_or_one_slice_there_is_nothing_to_lend(layout: Case, pool:
     assert discrepancies(layout, run_case(pool, layout)) == []
 
 
+@pytest.mark.parametrize("mode", MODES_OF_MEMORY)
+def test_every_token_of_a_past_is_attended_to_once_and_twice_in_full(mode: str, pool: Callable[[int], Pool]) -> None:
+    """Over all ranks, lent ranges and kept ones: m sequences of n slices of 8 tokens, a layer."""
+    layout = case(pp=3, n=8, m=2, exchange="balanced", granule=2, recompute=mode, keep="kv")
+    found = sum(pool(3).run(tokens_attended_to, layout))
+    assert found == (2 if mode == "full" else 1) * layout.layer_count * layout.m * sum(8 * i for i in range(8))
+
+
+def tokens_attended_to(rank: int, world: int, case: Case) -> int:
+    session, tokens = Session(config_of(case)), []
+    forward = PlainAttention.forward
+
+    def counting(self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        tokens.append(0 if causal else k.shape[1])
+        return forward(self, q, k, v, causal)
+
+    with mock.patch.object(PlainAttention, "forward", counting):
+        session.step_gradients(*batch_of(case))
+    return sum(tokens)
+
+
 def _lent_part_is_lost(self: Any) -> list[Any]:
     return _FORWARD(self)[:-1]
 
@@ -143,6 +167,14 @@ def _gradient_of_a_lent_part_is_lost(self: Any) -> list[Any]:
 _FORWARD, _BACKWARD = exchange_module._ForwardUnderWay.collect, exchange_module._BackwardUnderWay.collect
 
 
+def _helpers_keep_no_query(self: Any, owned: Any) -> Any:
+    self._queries = [torch.zeros_like(query) for query in self._queries]
+    return _SECOND_ROUND(self, owned)
+
+
+_SECOND_ROUND = exchange_module.LayerExchange.backward
+
+
 def _lent_part_is_computed_here_too(ranges: Sequence[Any], lent: Sequence[Any]) -> list[Any]:
     return list(ranges)
 
@@ -152,12 +184,14 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a lent part comes twice": (exchange_module._ForwardUnderWay, "collect", _lent_part_comes_twice),
     "a lent part's gradient is lost": (exchange_module._BackwardUnderWay, "collect", _gradient_of_a_lent_part_is_lost),
     "a lent part is computed here too": (attention_module, "without", _lent_part_is_computed_here_too),
+    "helpers keep no query in full": (exchange_module.LayerExchange, "backward", _helpers_keep_no_query),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_comparison_sees_a_deliberate_mistake(name: str, pool: Callable[[int], Pool]) -> None:
-    layout = case(pp=3, n=8, m=2, exchange="balanced", granule=2)
+    mode = "full" if name.endswith("full") else "none"
+    layout = case(pp=3, n=8, m=2, exchange="balanced", granule=2, recompute=mode)
     assert discrepancies(layout, pool(3).run(mistaken, layout, name)) != []
 
 

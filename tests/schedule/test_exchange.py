@@ -50,9 +50,12 @@ from tests.schedule.test_check import edited
 SLICE, GRANULE = 8, 2
 
 
-def exchanged(shape: Shape, mode: Mode = "balanced", share: float = 0.8, fill: Fill = "time") -> tuple[Plan, Exchange]:
+def exchanged(
+    shape: Shape, mode: Mode = "balanced", share: float = 0.8, fill: Fill = "time", again: bool = False
+) -> tuple[Plan, Exchange]:
     plan = build("slimpipe", shape)
-    exchange = balance(plan, mode, sliced_work(shape.n, share, SLICE), GRANULE, SLICE, fill=fill)
+    work = sliced_work(shape.n, share, SLICE).recomputing(0.5 * again, again)
+    exchange = balance(plan, mode, work, GRANULE, SLICE, fill=fill)
     return add_exchange(plan, exchange), exchange
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -48,6 +49,7 @@ from slimpipe.schedule import (
 )
 from slimpipe.schedule.cheapest import Cheapest
 from slimpipe.schedule.exchange_report import balances, buffer_bytes
+from slimpipe.schedule.exchange_transfers import batches
 from slimpipe.schedule.loan_cost import loan_time
 from slimpipe.schedule.moves import Fill, balanced_moves, idle_more
 from slimpipe.schedule.slot_times import Stay
@@ -294,6 +296,33 @@ def test_transfers_by_hand() -> None:
     assert [loan_time(SIZES, network.inside, kind, 4) for kind in ("F", "B")] == [13 + 7 + 9, 13 + 21 + 19]
     far = slot_times(Network(Rate(9.0, 9.0), Rate(1.0, 1.0), 1)).of("F", pasts, [lend("F", 0, 1, 4)])
     assert far == times
+
+
+AGAIN = WORK.recomputing(0.5, True)
+
+
+def test_a_backward_that_runs_attention_again_by_hand() -> None:
+    """Half of the dense work and all attention of the forward once more. An owner with an idle helper, transfers free.
+
+    A layer's forward again: 1 of dense work; 1/3 own and 8/3 of its past, beside 4/3 at the helper. Its backward: 4
+    dense, 2/3 own, 16/3 of its past, beside 8/3.
+    """
+    assert AGAIN.again == Load(3.0, 1.0, 1.0) and AGAIN.backward == Load(15.0, 3.0, 3.0)
+    sizes, loans = replace(SIZES, again=True), [lend("B", 0, 1, 4)]
+    free = LayerByLayer(AGAIN, 3, 0.25, sizes, FREE).of("B", {0: 3, 1: None}, loans)
+    assert free[0] == pytest.approx(Stay(*[3 * (1 + 1 / 3 + 8 / 3 + 4 + 2 / 3 + 16 / 3)] * 2))
+    assert free[1].busy == pytest.approx(4 * 3)
+    alone = LayerByLayer(AGAIN, 3, 0.25, sizes, FREE).of("B", {0: 3}, [])
+    assert alone[0].until == pytest.approx(15 + 3 + 36)
+    # A byte a time: A 12 (K, V), B' 6 (Q), C' 8 (out, LSE), B 14 (out, LSE, dOut), C 18 (dQ, dK, dV).
+    assert [sizes.of("B", batch, 4) for batch in batches("B", True)] == [12, 6, 8, 14, 18]
+    assert loan_time(sizes, Rate(0.0, 1.0), "B", 4) == 58
+    slow = LayerByLayer(AGAIN, 1, 0.25, sizes, Network(Rate(0.0, 1.0), Rate(0.0, 1.0), 8)).of(
+        "B", {0: 3, 1: None}, loans
+    )
+    # One layer has all the work. Forward: B' until 18, the helper's 4, C' until 30, 2.25 of dense work behind it.
+    # Backward: 9 of dense work in front, B until 55.25, the helper's 8, C until 81.25, 3 behind.
+    assert slow[0].until == pytest.approx(18 + 4 + 8 + 2.25 + 9 + 14 + 8 + 18 + 3)
 
 
 def test_transfers_of_a_batch_share_a_ranks_links() -> None:

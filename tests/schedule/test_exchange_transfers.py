@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from slimpipe.schedule import (
@@ -44,6 +46,20 @@ def test_by_hand() -> None:
     assert list(postings(exchange, 0, Action.parse("F0.0@0"), layers=1)) == []
 
 
+def test_backwards_that_run_attention_again_by_hand() -> None:
+    """The loan of the backward serves both: keys and values and the query travel once."""
+    _, exchange = exchanged(Shape(p=2, n=3, m=1), again=True)
+    found = list(postings(exchange, 1, Action.parse("B0.2@0"), layers=2))
+    assert [(x.layer, x.batch) for x in found] == [
+        (n, batch) for n in range(2) for batch in ("A", "B'", "C'", "B", "C")
+    ]
+    sends, receives = ([[p.what for p in getattr(x, way)] for x in found[:5]] for way in ("sends", "receives"))
+    assert sends == [["K", "V"], ["Q"], [], ["out", "LSE", "dOut"], []]
+    assert receives == [[], [], ["out", "LSE"], [], ["dQ", "dK", "dV"]]
+    forward = postings(exchange, 1, Action.parse("F0.2@0"), layers=1)
+    assert [x.batch for x in forward] == ["A", "B", "C"]
+
+
 @pytest.mark.parametrize("mode", ["pairwise", "balanced"])
 def test_runs_with_links_and_vocabulary(mode: Mode) -> None:
     """Every shape, with passes and without, under NCCL's rules, the loans on one communicator of all ranks."""
@@ -54,8 +70,13 @@ def test_runs_with_links_and_vocabulary(mode: Mode) -> None:
         window = 1 if shape.v == 1 else least_send_window(lower(plan), exchange=exchange)
         windows += window > 1
         for full in (plan, add_vocabulary(plan, slots=exchange.slots)):
-            report = replay_in_order(lower(full), send_window=window, exchange=exchange, layers=2)
-            assert report.exchanged == sum(2 * PER_LOAN[loan.slot.kind] for loan in exchange.loans)
+            for again in (False, True):
+                loans_of = replace(exchange, again=again)
+                report = replay_in_order(lower(full), send_window=window, exchange=loans_of, layers=2)
+                extra = {"F": 0, "B": 2 * again}  # out and LSE of the forward, once more
+                assert report.exchanged == sum(
+                    2 * (PER_LOAN[k] + extra[k]) for k in (x.slot.kind for x in exchange.loans)
+                )
         loans += len(exchange.loans)
     assert windows > 0
     assert loans > (500 if mode == "pairwise" else 2000)

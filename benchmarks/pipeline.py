@@ -56,11 +56,13 @@ CASES: dict[str, dict[str, Any]] = {
             "v": 1,
             "recompute": recompute,
             "vocab": True,
-            "exchange": mode,
+            "exchange": mode.removesuffix("-paying"),
+            # Only loans that pay at NCCL's rates.
+            **({"hardware": f"configs/hardware/{PROFILE.name}"} if mode.endswith("-paying") else {}),
         }
         for kib, recompute, modes in (
-            (64, "norms", ("pairwise", "balanced")),
-            (128, "mlp", ("off", "pairwise", "balanced")),
+            (64, "norms", ("pairwise", "balanced", "balanced-paying")),
+            (128, "mlp", ("off", "pairwise", "balanced", "balanced-paying")),
         )
         for mode in modes
     },

@@ -25,19 +25,6 @@ from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
 from slimpipe.schedule.lending import Range, without
 from slimpipe.schedule.transfers import kind_of, link_of
 
-FORWARD_ONLY = frozenset(
-    {
-        Op.FORWARD,
-        Op.HELP_FORWARD,
-        Op.SEND_FORWARD,
-        Op.RECV_FORWARD,
-        Op.EMBED,
-        Op.HIDDEN,
-        Op.STATISTICS,
-        Op.GRADIENT,
-    }
-)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -70,7 +57,8 @@ class Engine:
     """Runs `plan`'s list for `rank`, a step at a time.
 
     `plan` is lowered and checked. `stages` are this rank's chunks; `vocabulary` carries out the vocabulary passes of
-    a plan that has them, `loans` its exchange. `trace`, if given, is called with a line an action.
+    a plan that has them, `loans` its exchange. `trace`, if given, is called with a line an action. `layer_slots`: those
+    of another engine, at least as many, to use in turn with it.
     """
 
     def __init__(
@@ -88,6 +76,7 @@ class Engine:
         loans: Loans | None = None,
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
+        layer_slots: Sequence[Mapping[int, LayerSlots]] | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.shape, self.actions = plan.shape, plan.ranks[rank]
@@ -95,7 +84,7 @@ class Engine:
         self.slice_tokens, self.loss, self.ce_chunk = slice_tokens, loss, ce_chunk
         self.vocabulary, self.loans = vocabulary, loans
         self.slots = assign_kv_slots(plan.shape, plan.compute(rank))
-        self.layer_slots: list[dict[int, LayerSlots]] = [
+        self.layer_slots: Sequence[Mapping[int, LayerSlots]] = layer_slots or [
             {layer: LayerSlots(capacity, slice_tokens, accumulate=plan.shape.n > 1) for layer in stage.layers}
             for stage, capacity in zip(stages, self.slots.capacity, strict=True)
         ]
@@ -120,6 +109,23 @@ class Engine:
 
         Gradients are added into each parameter's `main_grad`. Nothing here waits for a GPU.
         """
+        self._walk(batch)
+        return self._loss if self.vocabulary is None else self._loss + self.vocabulary.loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Of a forward-only plan: the loss of every token [m, b, S] fp32 on the last stage's rank, zero elsewhere.
+
+        The batch's scale does not matter. No activation outlives its unit.
+        """
+        self._walk(batch)
+        losses = torch.zeros(batch.labels.shape, dtype=batch.scale.dtype, device=batch.labels.device)
+        by_unit = self._token_losses if self.vocabulary is None else self.vocabulary.token_losses
+        for unit, found in by_unit.items():
+            self._cut(losses, unit).copy_(found)
+        return losses
+
+    def _walk(self, batch: Batch) -> None:
         self._begin(batch)
         self.units, self.kv_slots = Counter(), [Counter() for _ in self.stages]
         for action in self.actions:
@@ -131,33 +137,8 @@ class Engine:
         self.transport.finish()
         if self.vocabulary is not None:
             self.vocabulary.finish()
-            self._loss += self.vocabulary.loss
         self.progress.now("end of the pipeline's step")
         self._check_empty()
-        return self._loss
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Forward only: the loss of every token [m, b, S] fp32 on the rank of the last stage, zero elsewhere.
-
-        Walks the step's own list without its backwards: what is left is in an order that every rank shares still, and a
-        slot is taken again only by forwards that came after the backward of its slice, so after the last use of it. The
-        batch's scale does not matter. Training state stays as it is.
-        """
-        self._begin(batch)
-        for action in self.actions:
-            if action.op in FORWARD_ONLY:
-                self.progress.now(str(action))
-                self.methods[action.op](action)
-        self.transport.finish()
-        losses = torch.zeros(batch.labels.shape, dtype=batch.scale.dtype, device=batch.labels.device)
-        by_unit = self._token_losses
-        if self.vocabulary is not None:
-            self.vocabulary.finish()
-            by_unit = self.vocabulary.token_losses
-        for unit, found in by_unit.items():
-            self._cut(losses, unit).copy_(found)
-        return losses
 
     def _begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -172,7 +153,7 @@ class Engine:
         if self.loans is not None:
             self.loans.begin()
         if self.vocabulary is not None:
-            self.vocabulary.begin(self._tokens, self._labels, batch.scale)
+            self.vocabulary.begin(self._tokens, self._labels, batch.scale, self.loss)
 
     def forward(self, action: Action) -> None:
         """Input from the data or the stage before; keep it and an edge of the output; hand the output on."""
@@ -183,10 +164,13 @@ class Engine:
             out = stage.forward(x, self._context(unit))
             if stage.last and self.vocabulary is None:
                 out = self._loss_of(stage, out, unit)
+        self._open(unit)
         if torch.is_grad_enabled():
-            self._open(unit)
             # An edge, not the output: the output's storage is free as soon as it has been sent.
             self._saved[unit] = (x, get_gradient_edge(out))
+        elif unit.slice == self.shape.n - 1:
+            for slice_ in range(self.shape.n):
+                self._close(Unit(unit.microbatch, slice_, unit.chunk))
         if not stage.last:
             self._hand_on(action, out.detach())
         elif self.vocabulary is not None:

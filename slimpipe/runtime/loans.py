@@ -30,7 +30,7 @@ class Loans:
     def __init__(
         self, plan: Exchange, rank: int, traffic: ExchangeTraffic, backend: AttentionBackend, clock: Clock, keep: bool
     ) -> None:
-        self.plan, self._rank, self._traffic, self._keep = plan, rank, traffic, keep
+        self.plan, self.traffic, self._rank, self._keep = plan, traffic, rank, keep
         self._backend, self._clock = backend, clock
         self._buffers, self._kept = Buffers(), Kept()
         self.moved = TrafficCount()
@@ -49,7 +49,7 @@ class Loans:
                 Helped(loan.owner, loan.tokens, self._sends_keys(loan), _name(loan) if self._is_kept(loan) else None)
                 for loan in helped
             ],
-            self._traffic,
+            self.traffic,
             self._buffers,
             self._kept,
             self._backend,
@@ -81,7 +81,7 @@ class Loans:
             if self._rank in pair:
                 (peer,) = set(pair) - {self._rank}
                 sent, received = (torch.zeros(1, dtype=keys.dtype, device=keys.device) for _ in range(2))
-                self._traffic.post([(sent, peer)], [(received, peer)]).wait()
+                self.traffic.post([(sent, peer)], [(received, peer)]).wait()
 
     def begin(self) -> None:
         """Starts a step; what a step that failed has left is let go."""

@@ -80,7 +80,7 @@ class _Slice:
 
 
 class VocabularyPasses:
-    """Carries out E, H, S, T, G, D on one rank. Tensors: tokens, labels [b, s]; hidden and embedding [b, s, H]."""
+    """Carries out E, H, S, T, L, G, D on one rank. Tensors: tokens, labels [b, s]; hidden and embedding [b, s, H]."""
 
     def __init__(
         self,
@@ -89,22 +89,22 @@ class VocabularyPasses:
         ranks: int,
         rank: int,
         clock: Clock,
-        loss: Loss,
         chunk: int,
     ) -> None:
         self.shards, self._collectives, self._clock = shards, collectives, clock
         self._first, self._last, self._rank = 0, ranks - 1, rank
-        self._loss, self._chunk = loss, chunk
+        self._chunk = chunk
         self.methods: Mapping[Op, Callable[[Action], None]] = {
             Op.EMBED: self._embed,
             Op.HIDDEN: self._hidden_out,
             Op.STATISTICS: self._statistics,
             Op.GRADIENT: self._gradient,
+            Op.LOSS: self._slice_losses,
             Op.EMBED_GRAD_OUT: self._embedding_gradient_out,
             Op.EMBED_GRAD: self._add_embedding_gradient,
         }
 
-    def warm_up(self, micro_batch: int, slice_tokens: int) -> None:
+    def warm_up(self, micro_batch: int, slice_tokens: int, loss: Loss) -> None:
         """Runs the passes' kernels once, then each collective once at its real size; adds zeros to the gradients.
 
         The collectives are the ranks' first meeting here, and all ranks take part. NCCL sets up an operation's
@@ -113,7 +113,7 @@ class VocabularyPasses:
         """
         weight = self.shards.output.weight
         tokens = torch.zeros(micro_batch, slice_tokens, dtype=torch.int64, device=weight.device)
-        self.begin(lambda unit: tokens, lambda unit: tokens, torch.zeros((), device=weight.device))
+        self.begin(lambda unit: tokens, lambda unit: tokens, torch.zeros((), device=weight.device), loss)
         embedded = shard_embedding(tokens, self.shards.embedding.weight.detach(), self.shards.embedding.rows.first)
         hidden = embedded.flatten(0, -2)
         logits, statistics = self._shard_statistics(hidden, tokens.flatten())
@@ -131,9 +131,11 @@ class VocabularyPasses:
         wide = torch.zeros(embedded.shape, dtype=self._scale.dtype, device=weight.device)
         self._collectives.reduce("output", wide, self._last).wait().to(weight.dtype)
 
-    def begin(self, tokens: Callable[[Unit], Tensor], labels: Callable[[Unit], Tensor], scale: Tensor) -> None:
+    def begin(
+        self, tokens: Callable[[Unit], Tensor], labels: Callable[[Unit], Tensor], scale: Tensor, loss: Loss
+    ) -> None:
         """Starts a step. `tokens` and `labels` give a unit's [b, s]."""
-        self._tokens, self._labels, self._scale = tokens, labels, scale
+        self._tokens, self._labels, self._scale, self._loss = tokens, labels, scale, loss
         self.loss = torch.zeros_like(scale)
         self.token_losses: dict[Unit, Tensor] = {}
         self._embedded: dict[Unit, Pending] = {}
@@ -220,16 +222,24 @@ class VocabularyPasses:
             if self._rank == self._last:
                 losses = token_losses(statistics, flat, shard.rows.total, self._loss)
                 self.loss += losses.sum() * self._scale
-                if not torch.is_grad_enabled():
-                    self.token_losses[unit] = losses.view_as(labels)
-            if torch.is_grad_enabled():
-                part = self._shard_gradient(held, flat, statistics[0])
-        if torch.is_grad_enabled():
-            pending = self._collectives.reduce("output", part.view(*labels.shape, -1), self._last)
-            if self._rank == self._last:
-                self._hidden_gradients[unit] = pending
-            else:
-                self._contribute(Op.GRADIENT, pending)
+            part = self._shard_gradient(held, flat, statistics[0])
+        pending = self._collectives.reduce("output", part.view(*labels.shape, -1), self._last)
+        if self._rank == self._last:
+            self._hidden_gradients[unit] = pending
+        else:
+            self._contribute(Op.GRADIENT, pending)
+
+    def _slice_losses(self, action: Action) -> None:
+        unit = action.unit
+        held = self._open.pop(unit)
+        with self._clock.waiting(action.op.value):
+            parts = held.statistics.wait()
+        if self._rank == self._last:
+            labels = self._labels(unit)
+            with self._clock.busy(str(action)):
+                statistics = join_statistics(parts)
+                losses = token_losses(statistics, labels.flatten(), self.shards.output.rows.total, self._loss)
+            self.token_losses[unit] = losses.view_as(labels)
 
     def _shard_gradient(self, held: _Slice, labels: Tensor, lse: Tensor) -> Tensor:
         """Adds the weight's gradient; returns this shard's part of the output's gradient [t, H] in fp32."""

@@ -62,8 +62,35 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
     _attention(engine, query_shape, some.k)
     if engine.vocabulary is not None:
         engine.progress.now("warming up the vocabulary passes")
-        engine.vocabulary.warm_up(micro_batch, engine.slice_tokens)
+        engine.vocabulary.warm_up(micro_batch, engine.slice_tokens, engine.loss)
     return largest
+
+
+@torch.no_grad()
+def warm_up_evaluation(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    """The same for a forward-only engine that shares another's slots, after that one's warm-up: kernels without
+    gradients, pasts of other lengths, loans between other ranks. Takes no random numbers."""
+    query_shape: torch.Size | None = None
+    for chunk, stage in enumerate(engine.stages):
+        for index in range(engine.shape.n):
+            engine.progress.now(f"warming up the evaluation: chunk {chunk}, slice {index}")
+            place = SlicePlace(index, ((0, index),) if index else (), last=index == engine.shape.n - 1)
+            context = engine.context(chunk, index, place, device)
+            x = torch.zeros(micro_batch, engine.slice_tokens, hidden, dtype=dtype, device=device)
+            stage.blocks[0](x, context)
+            query_shape = context.query_shape
+        tokens = torch.zeros(micro_batch, engine.slice_tokens, dtype=torch.int64, device=device)
+        if stage.embedding is not None:
+            stage.embedding(tokens)
+        if stage.head is not None:
+            out = stage.head(x)
+            if engine.vocabulary is None:
+                stage.token_losses(out, tokens, engine.ce_chunk, engine.loss)
+    some = next(iter(engine.layer_slots[0].values()))
+    assert some.k is not None and query_shape is not None
+    if engine.loans is not None:
+        engine.loans.warm_up(query_shape, some.k)
+    _attention(engine, query_shape, some.k)
 
 
 def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:

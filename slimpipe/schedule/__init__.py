@@ -1,8 +1,8 @@
 """The schedule as pure data: built, checked, lowered, simulated and drawn with no GPU and no torch (DESIGN section 2).
 
 `build` gives every rank's list of actions; `balance` and `add_exchange`, `add_vocabulary` and `lower` add loans, passes
-and transfers, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it. The runtime follows
-the lists and decides nothing.
+and transfers, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it. `forward_only`, right
+behind `build`, makes it an evaluation's. The runtime follows the lists and decides nothing.
 """
 
 from slimpipe.schedule.action import Action, Op, Unit
@@ -17,10 +17,11 @@ from slimpipe.schedule.exchange_report import buffer_bytes, forward_bytes, max_i
 from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.flow import Flow, Rule, Span
 from slimpipe.schedule.formulas import bubble_fraction, peak_activation
+from slimpipe.schedule.forward_only import forward_only
 from slimpipe.schedule.gatherings import Gatherings
 from slimpipe.schedule.granularity import Granularity, best_granularity, if_shorter
 from slimpipe.schedule.grid import grid
-from slimpipe.schedule.in_flight import peak_held, peak_units
+from slimpipe.schedule.in_flight import peak_held, peak_kept, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
 from slimpipe.schedule.layer_times import LayerByLayer
@@ -98,6 +99,7 @@ __all__ = [
     "equal_costs",
     "exchange_refusal",
     "forward_bytes",
+    "forward_only",
     "from_csv",
     "grid",
     "if_shorter",
@@ -109,6 +111,7 @@ __all__ = [
     "pairwise_bound",
     "peak_activation",
     "peak_held",
+    "peak_kept",
     "peak_units",
     "place_layers",
     "postings",

@@ -18,7 +18,7 @@ With attention context exchange (`schedule.balance`) a rank that is idle in a sl
     XB3.12@0<2   the same in the slot of rank 2's B3.12@0
 
 With vocabulary parallelism every rank also carries out, for every slice of every microbatch, these passes
-(`schedule.vocabulary`). H, S and T name the last stage's chunk, E, G and D the first's, on whichever rank they run:
+(`schedule.vocabulary`). H, S, T and L name the last stage's chunk, E, G and D the first's, on whichever rank they run:
 
     E3.12@0      look up the tokens in the rank's rows of the embedding; post the reduce of that to the first rank
     H3.12@1      post the broadcast of the last stage's output
@@ -26,6 +26,10 @@ With vocabulary parallelism every rank also carries out, for every slice of ever
     T3.12@1      wait for those; gradients of the logits and of the weight; post the reduce of the output's gradient
     G3.12@0      post the broadcast of the gradient of the embedding's output
     D3.12@0      wait for it, and add it into the rank's rows
+
+An evaluation's plan (`schedule.forward_only`) has no B, and in place of T, G and D:
+
+    L3.12@1      wait for the statistics; the losses of the slice's tokens
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class Op(str, Enum):
     HIDDEN = "H"
     STATISTICS = "S"
     GRADIENT = "T"
+    LOSS = "L"
     EMBED_GRAD_OUT = "G"
     EMBED_GRAD = "D"
 
@@ -80,7 +85,7 @@ class Op(str, Enum):
         return self in _VOCABULARY
 
 
-_VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
+_VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.LOSS, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +101,7 @@ class Unit:
 
 
 _TOKEN = re.compile(
-    r"(F|B|SF|RF|SB|RB|XF|XB|[EHSTGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII
+    r"(F|B|SF|RF|SB|RB|XF|XB|[EHSTLGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII
 )
 
 

@@ -2,7 +2,7 @@
 
 Each question has a file of its own under `proofs`, and each may rely on those before it:
 
-1. `proofs.units`      each unit forward once, then backward once
+1. `proofs.units`      each unit forward once, then backward once (an evaluation's: forward once alone)
 2. `proofs.order`      slices of a microbatch forward ascending and backward descending, or gradients are wrong
 3. `proofs.vocabulary` vocabulary passes once on every rank, their collectives in one order (plans that have them)
 4. `proofs.exchange`   every token of every past attended to once, by its owner or one helper (plans that exchange)
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slimpipe.schedule.action import Op
-from slimpipe.schedule.in_flight import peak_held, peak_units
+from slimpipe.schedule.in_flight import peak_held, peak_kept
 from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan, PlanError
 from slimpipe.schedule.proofs.exchange import prove_exchange
@@ -32,7 +32,8 @@ from slimpipe.schedule.proofs.vocabulary import prove_vocabulary
 class Peaks:
     """What a sound plan holds at most: units in flight by rank, KV slots by rank and chunk, logits shards by rank.
 
-    A logits shard is a slice's, from its S to its T; there are none without vocabulary passes.
+    A logits shard is a slice's, from its S to its T or L; there are none without vocabulary passes. An evaluation keeps
+    no activations: its units are those whose keys and values are kept (`in_flight.peak_kept`).
     """
 
     units: tuple[int, ...]
@@ -40,18 +41,18 @@ class Peaks:
     logits: tuple[int, ...]
 
 
-def check(plan: Plan, exchange: Exchange | None = None) -> Peaks:
+def check(plan: Plan, exchange: Exchange | None = None, forward_only: bool = False) -> Peaks:
     """Prove the plan sound, with or without transfer actions, and return what it holds at most.
 
-    `exchange`: of a plan that has passed `add_exchange`. Raises PlanError with the first offending action, its rank and
-    index, what was expected, and its place in the grid.
+    `exchange`: of a plan that has passed `add_exchange`. `forward_only`: it is an evaluation's. Raises PlanError with
+    the first offending action, its rank and index, what was expected, and its place in the grid.
     """
     if len(plan.ranks) != plan.shape.p:
         raise PlanError(f"{plan.name}: lists for {len(plan.ranks)} ranks, but p = {plan.shape.p}")
-    prove_units(plan)
+    prove_units(plan, forward_only)
     prove_slice_order(plan)
     if plan.has_vocabulary:
-        prove_vocabulary(plan)
+        prove_vocabulary(plan, forward_only)
     if exchange is not None:
         prove_exchange(plan, exchange)
     if plan.is_lowered:
@@ -59,7 +60,9 @@ def check(plan: Plan, exchange: Exchange | None = None) -> Peaks:
     prove_progress(plan, exchange)
     kv_slots = prove_kv_slots(plan)
     return Peaks(
-        units=tuple(peak_units(actions) for actions in plan.ranks),
+        units=tuple(peak_kept(plan.shape, actions) for actions in plan.ranks),
         kv_slots=kv_slots,
-        logits=tuple(peak_held(actions, Op.STATISTICS, Op.GRADIENT) for actions in plan.ranks),
+        logits=tuple(
+            peak_held(actions, Op.STATISTICS, Op.LOSS if forward_only else Op.GRADIENT) for actions in plan.ranks
+        ),
     )

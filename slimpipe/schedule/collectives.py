@@ -7,7 +7,7 @@ that order must be the same on all ranks (DESIGN section 8, "Transport and NCCL 
 |-----------|--------------|--------------------------------------------------|---------------------------------|
 | E         | embedding    | reduce of the looked-up embeddings to rank 0     | rank 0: F of the unit's chunk 0 |
 | H         | output       | broadcast of the last stage's output             | S on every rank                 |
-| S         | output       | all-gather of the logits' statistics             | T on every rank                 |
+| S         | output       | all-gather of the logits' statistics             | T on every rank (evaluation: L) |
 | T         | output       | reduce of that output's gradient to rank p-1     | rank p-1: B of the last chunk   |
 | G         | embedding    | broadcast of the embedding's output's gradient   | D on every rank                 |
 """
@@ -23,7 +23,8 @@ from slimpipe.schedule.plan import Shape
 
 Communicator = Literal["output", "embedding"]
 COMMUNICATORS: Final[tuple[Communicator, ...]] = ("output", "embedding")
-PASSES: Final = (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD)
+_TRAINING: Final = (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD)
+_EVALUATION: Final = (Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.LOSS)
 
 _COMMUNICATOR: Final[Mapping[Op, Communicator]] = MappingProxyType(
     {
@@ -39,6 +40,7 @@ _WAITS_FOR: Final[Mapping[Op, Op]] = MappingProxyType(
         Op.FORWARD: Op.EMBED,
         Op.STATISTICS: Op.HIDDEN,
         Op.GRADIENT: Op.STATISTICS,
+        Op.LOSS: Op.STATISTICS,
         Op.BACKWARD: Op.GRADIENT,
         Op.EMBED_GRAD: Op.EMBED_GRAD_OUT,
     }
@@ -67,6 +69,11 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         return f"{_WHAT[self.op]} of microbatch {self.microbatch}, slice {self.slice}"
+
+
+def passes_of(forward_only: bool) -> tuple[Op, ...]:
+    """The passes that every rank carries out for each slice, in training or in an evaluation."""
+    return _EVALUATION if forward_only else _TRAINING
 
 
 def chunk_of(shape: Shape, op: Op) -> int:

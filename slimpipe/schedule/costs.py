@@ -17,7 +17,7 @@ class VocabularyCosts:
     """What embedding and output layer take for one slice.
 
     `loss`: output layer and loss in one piece, in the last stage's forward, of plans without vocabulary passes. The
-    others: the passes S, T, E and D, on each rank; H and G only post.
+    others: the passes S, T, E and D, on each rank; H and G only post, L costs next to nothing.
     """
 
     loss: float = 0.0
@@ -36,12 +36,15 @@ class VocabularyCosts:
         return self.embed_grad if op is Op.EMBED_GRAD else costs.get(op, 0.0)
 
 
-def output_layer_costs(head: float, p: int) -> VocabularyCosts:
+def output_layer_costs(head: float, p: int, forward_only: bool = False) -> VocabularyCosts:
     """`head`: the whole output layer's forward for one slice, in the unit of the other costs.
 
     In one piece it takes three times that, three products of one size: the loss makes both gradients in the forward and
-    keeps no logits. In passes each of p ranks has 1/p of the first product in S and 1/p of the other two in T.
+    keeps no logits. In passes each of p ranks has 1/p of the first product in S and 1/p of the other two in T. An
+    evaluation (`forward_only`) has the first alone.
     """
+    if forward_only:
+        return VocabularyCosts(loss=head, statistics=head / p)
     return VocabularyCosts(loss=3 * head, statistics=head / p, gradient=2 * head / p)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slimpipe.schedule.action import Action, Op, Unit
-from slimpipe.schedule.in_flight import peak_units
+from slimpipe.schedule.in_flight import is_forward_only, peak_kept
 from slimpipe.schedule.plan import Shape
 
 Ranges = tuple[tuple[int, int], ...]
@@ -44,10 +44,12 @@ def assign_kv_slots(shape: Shape, actions: Iterable[Action]) -> RankSlots:
     """Slots for one rank's forwards and backwards, in the order in which it runs them.
 
     Expects what `check` proves of a plan: each unit forward once and backward once, backwards of a microbatch
-    in the reverse order of its forwards.
+    in the reverse order of its forwards. In a list without backwards a microbatch's slots, in a chunk, are free behind
+    the forward of its last slice.
     """
     actions = [action for action in actions if action.op.is_compute]
-    capacity = tuple(peak_units(actions, chunk) for chunk in range(shape.v))
+    capacity = tuple(peak_kept(shape, actions, chunk) for chunk in range(shape.v))
+    forward_only = is_forward_only(actions)
     free = [[True] * slots for slots in capacity]
     held: dict[tuple[int, int], Ranges] = {}
     places: dict[Unit, SlotPlace] = {}
@@ -60,6 +62,9 @@ def assign_kv_slots(shape: Shape, actions: Iterable[Action]) -> RankSlots:
             places[unit] = SlotPlace(slot, past)
             held[microbatch] = join(past, slot)
             free[unit.chunk][slot] = False
+            if forward_only and unit.slice == shape.n - 1:
+                for start, end in held.pop(microbatch):
+                    free[unit.chunk][start:end] = [True] * (end - start)
         else:
             # What the microbatch holds from here on is what it held when this slice came.
             held[microbatch] = places[unit].past

@@ -65,7 +65,7 @@ class Slots:
     def index(self, slot: Slot, rank: int) -> int | None:
         """Which of its forwards or backwards the rank runs in the slot; None where it is idle."""
         index = slot.tick - self.tick(rank, slot.kind, 0)
-        return index if 0 <= index < len(self.forwards) else None
+        return index if 0 <= index < len(self.units(slot.kind)) else None
 
     def unit(self, slot: Slot, rank: int) -> Unit | None:
         """The unit that the rank runs in the slot; None where it is idle."""
@@ -83,8 +83,9 @@ class Slots:
 
     def of_kind(self, kind: Kind) -> Iterator[Slot]:
         """All slots of one kind in which some rank is busy, in order."""
-        first = self.first(kind)
-        return (Slot(tick, kind) for tick in range(first, first + len(self.forwards) + self.shape.p - 1))
+        first, units = self.first(kind), len(self.units(kind))
+        # An evaluation's plan has no backwards, hence no slots for them.
+        return (Slot(tick, kind) for tick in range(first, first + units + self.shape.p - 1 if units else first))
 
     def pasts(self, kind: Kind, per_slice: int = 1) -> Iterator[tuple[Slot, Pasts]]:
         """Every slot of one kind with the pasts of the units in it, at so many parts a slice."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slimpipe.schedule.flow import Span
-from slimpipe.schedule.in_flight import peak_units
+from slimpipe.schedule.in_flight import peak_kept
 from slimpipe.schedule.plan import Shape
 from slimpipe.schedule.transfers import Kind
 from slimpipe.schedule.wire import Transfer
@@ -48,8 +48,8 @@ class Timeline:
 
     @cached_property
     def peak_units(self) -> tuple[int, ...]:
-        """Each rank's most units in flight."""
-        return tuple(peak_units(span.action for span in spans) for spans in self.spans)
+        """Each rank's most units in flight; of an evaluation's plan, with keys and values kept."""
+        return tuple(peak_kept(self.shape, (span.action for span in spans)) for spans in self.spans)
 
     @property
     def peak_activation_by_rank(self) -> tuple[float, ...]:

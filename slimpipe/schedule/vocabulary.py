@@ -17,7 +17,7 @@ Output layer, by the last rank's list, with F and B of its last chunk:
 So one logits shard a rank is alive at a time (a second would gain 0.1 % of a step), and up to four slices of the last
 stage's output. Where B follows F at once (the last slice of a microbatch; every slice if n = 1) S and T follow H at
 once, and all ranks wait; the passes of the slice before stand there too and fill part of that. With one action between
-F and B, S and T stand right before B.
+F and B, S and T stand right before B. An evaluation has no B to be in time for, and L in the place of T.
 
 Embedding, by rank 0's list: E three actions ahead of F, G right after B, D four actions after that. So up to four
 embeddings wait on rank 0, and five gradients on any rank.
@@ -49,6 +49,7 @@ from typing import NamedTuple
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.costs import Costs, VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
+from slimpipe.schedule.in_flight import is_forward_only
 from slimpipe.schedule.in_phase import slot_spans
 from slimpipe.schedule.plan import Plan, PlanError
 from slimpipe.schedule.simulate import simulate
@@ -66,7 +67,8 @@ EMBED_GRAD_BESIDE = 4
 
 
 def add_vocabulary(plan: Plan, costs: Costs | None = None, slots: Slots | None = None) -> Plan:
-    """The plan with E, H, S, T, G and D of every slice on every rank; `lower` comes after.
+    """The plan with E, H, S, T, G and D of every slice on every rank (E, H, S and L of an evaluation's); `lower` comes
+    after.
 
     By default the ranks of a slimpipe plan are taken to be in phase. `costs`: of forwards, backwards and, if known, of
     passes, where attention grows with the prefix and no exchange evens it out (`sliced_costs`); the places are then
@@ -114,6 +116,7 @@ class _List:
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
         self._at = {span.action: index for index, span in enumerate(spans)}
+        self.forward_only = is_forward_only(self._at)
 
     def index(self, op: Op, unit: Unit) -> int:
         return self._at[Action(op, unit)]
@@ -124,31 +127,36 @@ class _List:
 
 
 def _output(plan: Plan, last: _List) -> Iterator[_Pass]:
-    """H, S and T of all slices, by the last rank's list."""
+    """H, S and T (L where there are no backwards) of all slices, by the last rank's list."""
+    ends, end = len(plan.ranks[-1]), Op.LOSS if last.forward_only else Op.GRADIENT
     places: list[tuple[int, int, int, Unit]] = []
     for microbatch in range(plan.shape.m):
         for slice_ in range(plan.shape.n):
             unit = Unit(microbatch, slice_, plan.shape.v - 1)
-            f, d = last.index(Op.FORWARD, unit), last.index(Op.BACKWARD, unit)
+            f = last.index(Op.FORWARD, unit)
             yield _Pass(last.before(f + 1), 2, f, Action(Op.HIDDEN, unit))
             # Right before which action S and T stand at the latest.
+            d = ends + 1 if last.forward_only else last.index(Op.BACKWARD, unit)
             due = d if d - f <= 2 else d - 1
             statistics = min(f + 1 + BROADCAST_BESIDE, due)
             places.append((statistics, f, min(statistics + STATISTICS_BESIDE, due), unit))
     places.sort()
-    next_statistics = [place[0] for place in places[1:]] + [len(plan.ranks[-1])]
+    next_statistics = [place[0] for place in places[1:]] + [ends]
     for turn, ((statistics, _, gradient, unit), next_) in enumerate(zip(places, next_statistics, strict=True)):
         yield _Pass(last.before(statistics), 3, 2 * turn, Action(Op.STATISTICS, unit))
-        yield _Pass(last.before(min(gradient, next_)), 3, 2 * turn + 1, Action(Op.GRADIENT, unit))
+        yield _Pass(last.before(min(gradient, next_)), 3, 2 * turn + 1, Action(end, unit))
 
 
 def _embedding(plan: Plan, first: _List) -> Iterator[_Pass]:
-    """E, G and D of all slices, by rank 0's list."""
+    """E of all slices, and where there are backwards G and D, by rank 0's list."""
     for microbatch in range(plan.shape.m):
         for slice_ in range(plan.shape.n):
             unit = Unit(microbatch, slice_, 0)
-            f, d = first.index(Op.FORWARD, unit), first.index(Op.BACKWARD, unit)
+            f = first.index(Op.FORWARD, unit)
             yield _Pass(first.before(f - EMBED_AHEAD), 0, f, Action(Op.EMBED, unit))
+            if first.forward_only:
+                continue
+            d = first.index(Op.BACKWARD, unit)
             yield _Pass(first.before(d + 1), 1, d, Action(Op.EMBED_GRAD_OUT, unit))
             yield _Pass(first.before(d + 1 + EMBED_GRAD_BESIDE), 4, d, Action(Op.EMBED_GRAD, unit))
 

@@ -20,6 +20,7 @@ from slimpipe.schedule import (
     build,
     check,
     default_granule,
+    forward_only,
     if_shorter,
     least_send_window,
     lower,
@@ -49,10 +50,37 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     `progress` is told what is being done: with hundreds of thousands of actions it takes minutes.
     """
     progress("building the plan")
+    plan, exchange = _passes(
+        config, build(config.pipeline.schedule, config.shape), config.pipeline.exchange != "off", progress
+    )
+    progress("checking the plan")
+    peaks = check(plan, exchange)
+    progress("finding the plan's send window")
+    window = max(2, least_send_window(plan, exchange=exchange))
+    progress("replaying the plan in NCCL's order")
+    replay_in_order(plan, send_window=window, exchange=exchange)
+    return Planned(plan, exchange, window, peaks)
+
+
+def make_evaluation_plan(config: Config, trained: Planned, progress: Callable[[str], None]) -> Planned:
+    """The plan of an evaluation of one global batch: the schedule's forwards, with passes and loans of their own.
+
+    `trained`: what `make_plan` gave. Both use its transport, and its communicator of the exchange: where it lends
+    nothing, nor does an evaluation. Raises PlanError as `make_plan` does.
+    """
+    progress("building the evaluation's plan")
+    plan = forward_only(build(config.pipeline.schedule, config.shape))
+    plan, exchange = _passes(config, plan, trained.exchange is not None, progress)
+    peaks = check(plan, exchange, forward_only=True)
+    replay_in_order(plan, send_window=trained.send_window, exchange=exchange)
+    return Planned(plan, exchange, trained.send_window, peaks)
+
+
+def _passes(config: Config, plan: Plan, lend: bool, progress: Callable[[str], None]) -> tuple[Plan, Exchange | None]:
+    """The plan with what the settings ask for beside forwards and backwards; loans if `lend`."""
     work = _work(config)
-    plan = build(config.pipeline.schedule, config.shape)
     exchange = None
-    if config.pipeline.exchange != "off" and config.parallel.pp > 1:
+    if lend and config.parallel.pp > 1:
         progress("balancing the plan")
         exchange = _exchange(config, plan, work)
     if exchange is not None:
@@ -66,14 +94,7 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     ahead = config.pipeline.receives_ahead
     if ahead is None:
         ahead = 2 if exchange is None and not config.vocab_parallel else 0
-    plan = lower(plan, ahead)
-    progress("checking the plan")
-    peaks = check(plan, exchange=exchange)
-    progress("finding the plan's send window")
-    window = max(2, least_send_window(plan, exchange=exchange))
-    progress("replaying the plan in NCCL's order")
-    replay_in_order(plan, send_window=window, exchange=exchange)
-    return Planned(plan, exchange, window, peaks)
+    return lower(plan, ahead), exchange
 
 
 def _exchange(config: Config, plan: Plan, work: Work) -> Exchange | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
 from slimpipe.train.checkpoint import Part, State
+from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.planning import make_plan
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ class Session:
         vocabulary = None
         if shards is not None:
             traffic = collectives if collectives is not None else self._make_collectives()
-            vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, loss, self.ce_chunk)
+            vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, self.ce_chunk)
         backend = select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic)
         loans = None
         if self.exchange is not None:
@@ -245,14 +247,17 @@ class Session:
         self.clock.start()
         return float(sum_over(self._run(tokens, labels), self.group, self.carrier))
 
-    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward only: the loss of every token [global batch, S] fp32 on the host of every rank, 0 where masked.
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """Forward passes that leave training as it is. Made at first use, by all ranks together."""
+        return Evaluation(self)
 
-        Arguments as for `step_gradients`; smoothing and z-loss included. Leaves training state as it is.
+    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Forward only: every token's cross-entropy [global batch, S] fp32 on the host of every rank, 0 where masked.
+
+        Arguments as for `step_gradients`. Leaves training state as it is.
         """
-        self.clock.start()
-        losses = self.engine.evaluate(self._batch(tokens, labels, scale=1.0))
-        return sum_over(losses, self.group, self.carrier).flatten(0, 1).cpu()
+        return self.evaluation.token_losses(tokens, labels)
 
     def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
         """One optimizer step on one global batch; arguments as for `step_gradients`."""
@@ -317,13 +322,14 @@ class Session:
         if valid == 0:
             raise ValueError("the step's labels are all masked (-100): there is nothing to learn from")
         self.gradient_buffer.zero()
-        loss = self.engine.step(self._batch(tokens, labels, scale=1.0 / valid))
+        loss = self.engine.step(self.make_batch(tokens, labels, scale=1.0 / valid))
         if self._tied_group is not None and self._tied is not None:
             self.progress.now("sum of the tied embedding's gradients")
             sum_tied(self.gradients()[self._tied], self._tied_group, self.carrier)
         return loss
 
-    def _batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
+    def make_batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
+        """One global batch as the engine takes it, on this rank's device. Raises ValueError where it is none."""
         split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
         self._validate(tokens, labels)
         on_device = torch.tensor(scale, dtype=self.gradient_buffer.buffer.dtype, device=self.device)

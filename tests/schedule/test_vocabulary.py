@@ -42,7 +42,7 @@ from slimpipe.schedule import (
     to_csv,
 )
 from slimpipe.schedule.balance import balance
-from slimpipe.schedule.collectives import PASSES, awaited_by, chunk_of, posted_by
+from slimpipe.schedule.collectives import awaited_by, chunk_of, passes_of, posted_by
 from slimpipe.schedule.exchange import add_exchange
 from slimpipe.schedule.in_phase import slot_spans
 from slimpipe.schedule.loans import Mode
@@ -677,9 +677,12 @@ def test_svg_has_green_boxes_where_passes_take_time() -> None:
 
 
 def test_each_op_has_a_place_in_the_table() -> None:
-    assert {op for op in Op if op.is_vocabulary} == set(PASSES)
+    assert {op for op in Op if op.is_vocabulary} == {*passes_of(False), *passes_of(True)}
     shape = Shape(p=3, v=2, n=1, m=1)
-    assert [chunk_of(shape, op) for op in PASSES] == [0, 1, 1, 1, 0, 0]
+    assert [chunk_of(shape, op) for op in passes_of(False)] == [0, 1, 1, 1, 0, 0]
+
+
+WAITS = {"S0": "H", "T0": "S", "L0": "S", "D0": "G"}
 
 
 def test_who_waits_for_what() -> None:
@@ -692,7 +695,7 @@ def test_who_waits_for_what() -> None:
         found = ((action, awaited_by(shape, rank, action)) for action in actions)
         return {str(action).partition(".")[0] + str(action)[-2:]: c.op.value for action, c in found if c is not None}
 
-    everywhere = {"S0@0": "H", "S0@1": "H", "T0@0": "S", "T0@1": "S", "D0@0": "G", "D0@1": "G"}
+    everywhere = {f"{action}@{chunk}": post for action, post in WAITS.items() for chunk in range(2)}
     assert waits(0) == {**everywhere, "F0@0": "E"}
     assert waits(1) == everywhere
     assert waits(2) == {**everywhere, "B0@1": "T"}

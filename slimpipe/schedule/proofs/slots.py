@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from slimpipe.schedule.action import Op, Unit
 from slimpipe.schedule.excerpt import refusal
+from slimpipe.schedule.in_flight import is_forward_only
 from slimpipe.schedule.kv_slots import RankSlots, assign_kv_slots
 from slimpipe.schedule.plan import Plan
 
@@ -28,6 +29,7 @@ def prove_rank_slots(plan: Plan, rank: int, slots: RankSlots) -> None:
     """Raises PlanError where `slots` does not serve the rank's list. Relies on `proofs.units` and `proofs.order`."""
     owners: list[dict[int, Unit]] = [{} for _ in slots.capacity]
     slices: dict[tuple[int, int], list[int]] = {}
+    forward_only = is_forward_only(plan.ranks[rank])
     for index, action in enumerate(plan.ranks[rank]):
         if not action.op.is_compute:
             continue
@@ -46,6 +48,9 @@ def prove_rank_slots(plan: Plan, rank: int, slots: RankSlots) -> None:
         if action.op is Op.FORWARD:
             owner[place.slot] = unit
             own.append(place.slot)
+            if forward_only and unit.slice == plan.shape.n - 1:
+                while own:
+                    del owner[own.pop()]
 
 
 def _is(ranges: Sequence[tuple[int, int]], slots: Sequence[int]) -> bool:

@@ -7,15 +7,16 @@ differ they hang, or add up what does not belong together.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from slimpipe.schedule.action import Action, Unit
+from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.collectives import (
     COMMUNICATORS,
-    PASSES,
     Collective,
     Communicator,
     awaited_by,
     chunk_of,
+    passes_of,
     posted_by,
     poster,
     sends_output_of,
@@ -24,20 +25,22 @@ from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.plan import Plan
 
 
-def prove_vocabulary(plan: Plan) -> None:
+def prove_vocabulary(plan: Plan, forward_only: bool = False) -> None:
     """Raises PlanError at the first pass that is wrong, missing, twice, too early, too late or out of order."""
     for rank in range(plan.shape.p):
-        _walk(plan, rank)
+        _walk(plan, rank, passes_of(forward_only))
     for communicator in COMMUNICATORS:
         _prove_same_order(plan, communicator)
 
 
-def _walk(plan: Plan, rank: int) -> None:
+def _walk(plan: Plan, rank: int, passes: Sequence[Op]) -> None:
     """One rank's list: every pass once, behind what it needs and before what needs it. Relies on `proofs.units`."""
     shape = plan.shape
     done: dict[Action, int] = {}
     for index, action in enumerate(plan.ranks[rank]):
         if action.op.is_vocabulary:
+            if action.op not in passes:
+                raise refusal(plan, rank, index, f"expected passes {', '.join(op.value for op in passes)} alone")
             chunk = chunk_of(shape, action.op)
             if action.unit.chunk != chunk:
                 raise refusal(plan, rank, index, f"expected chunk {chunk} in {action.op.value}, on whichever rank")
@@ -49,7 +52,7 @@ def _walk(plan: Plan, rank: int) -> None:
         done[action] = index
     for microbatch in range(shape.m):
         for slice_ in range(shape.n):
-            for op in PASSES:
+            for op in passes:
                 expected = Action(op, Unit(microbatch, slice_, chunk_of(shape, op)))
                 if expected not in done:
                     end = len(plan.ranks[rank])

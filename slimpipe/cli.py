@@ -125,9 +125,10 @@ def train(
         check_output(settings)
 
     from slimpipe.data import DataError
+    from slimpipe.train.checkpoint import CheckpointError
     from slimpipe.train.main import train as run
 
-    with _told_in_one_line(DataError):
+    with _told_in_one_line(DataError, CheckpointError):
         run(settings)
 
 

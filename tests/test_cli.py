@@ -228,13 +228,10 @@ def test_train_needs_torchrun(trained: list[Config]) -> None:
     assert not trained
 
 
-def test_train_does_not_overwrite(trained: list[Config], tmp_path: Path) -> None:
+def test_train_goes_on_where_a_run_is(trained: list[Config], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    assert_refused(
-        run("train", QUICKSTART, "parallel.pp=1", f"train.output={tmp_path}"),
-        f"train.output = {tmp_path}: already holds a run (metrics.jsonl); choose another folder or remove it",
-    )
-    assert not trained
+    assert run("train", QUICKSTART, "parallel.pp=1", f"train.output={tmp_path}").exit_code == 0
+    assert len(trained) == 1
 
 
 def test_every_problem_is_told(trained: list[Config]) -> None:

@@ -533,9 +533,8 @@ def test_overrides_reach_options() -> None:
         ("pipeline.slice=3", "pipeline.slice: unknown key; did you mean pipeline.slices?"),
         ("slices=3", "slices: unknown key; did you mean pipeline.slices?"),
         ("optm.schedule=cosine", "optm.schedule: unknown key; did you mean optim.schedule?"),
-        ("train.steps.x=3", "train.steps.x: unknown key; use steps, output, global_batch, micro_batch, seed, dtype, "
-         "device, deterministic, watchdog_seconds, attention, ce_chunk, z_loss or label_smoothing"),
-        ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
+        ("memory.swap.x=3", "memory.swap.x: unknown key; use recompute or swap"),
+            ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
         ("memory={swap: off}", "memory: a section, not a key; override one of memory.recompute, memory.swap"),
         ("train.steps=[1", "train.steps=[1, line 1, column 3: not valid YAML: "
          "expected ',' or ']', but got '<stream end>'"),
@@ -618,14 +617,33 @@ def test_world_size() -> None:
     )
 
 
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+def test_the_output_may_be_new_or_hold_a_run(tmp_path: Path) -> None:
     config = Config.from_dict(minimal(train={"output": str(tmp_path / "run")}))
     check_output(config)
     (tmp_path / "run").mkdir()
-    check_output(config)
     (tmp_path / "run/metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"^train.output = .*/run: already holds a run \(metrics.jsonl\); choose"):
-        check_output(config)
+    check_output(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"keep_every": 10}, "keep_every = 10: no multiple of train.checkpoint_every (null); set that too"),
+        (
+            {"keep_every": 25, "checkpoint_every": 10},
+            "keep_every = 25: no multiple of train.checkpoint_every (10); use a multiple, such as 20",
+        ),
+        ({"keep_every": 20, "checkpoint_every": 10}, None),
+        ({"keep_last": 0}, "keep_last = 0: must be a whole number > 0"),
+    ],
+)
+def test_what_is_kept_has_been_written(keys: dict[str, int], problem: str | None) -> None:
+    if problem is None:
+        Config.from_dict(minimal(train=keys))
+        return
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(minimal(train=keys))
+    assert str(caught.value) == f"train.{problem}"
 
 
 def test_the_output_is_no_file(tmp_path: Path) -> None:

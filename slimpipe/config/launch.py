@@ -26,10 +26,7 @@ def check_world(config: Config, world_size: int, arguments: Sequence[str] = ("tr
 
 
 def check_output(config: Config) -> None:
-    """Raises ConfigError where `train.output` already holds a run, so that none is overwritten."""
+    """Raises ConfigError where `train.output` is no folder. One that already holds a run is where that run goes on."""
     output = Path(config.train.output)
-    if (output / "metrics.jsonl").exists():
-        reason = "already holds a run (metrics.jsonl); choose another folder or remove it"
-        raise ConfigError([config.train.problem("output", reason)])
     if output.exists() and not output.is_dir():
         raise ConfigError([config.train.problem("output", "is a file; choose a folder")])

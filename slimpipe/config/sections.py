@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from slimpipe.config.allowed import Allowed, divisors_near
 from slimpipe.config.section import Planned, Refused, Section
+from slimpipe.config.yaml_text import shown
 
 _PLAIN = "sliced attention needs plain causal attention over one document a row"
 
@@ -323,7 +324,7 @@ class TrainConfig(Section):
     path: ClassVar[str] = "train"
     steps: PositiveInt = Field(description="Optimizer steps.")
     output: Annotated[str, Field(min_length=1), Allowed("a path")] = Field(
-        description="The run's folder: `config.yaml`, `metrics.jsonl`, the checkpoint."
+        description="The run's folder: `config.yaml`, `metrics.jsonl`, `checkpoints`. A run that is there goes on."
     )
     global_batch: PositiveInt = Field(description="Sequences a step, over all data-parallel ranks.")
     micro_batch: PositiveInt = Field(
@@ -331,6 +332,23 @@ class TrainConfig(Section):
         description="Sequences a microbatch; the number of microbatches m is `global_batch / (dp * micro_batch)`.",
     )
     seed: NonNegativeInt = Field(default=0, description="Of weights and of the order of the data.")
+    checkpoint_every: PositiveInt | None = Field(
+        default=None,
+        description="Steps between checkpoints. One is also written at the end and when the run is asked to stop; "
+        "null: only then.",
+    )
+    keep_last: PositiveInt = Field(default=2, description="Checkpoints that stay: so many of the newest.")
+    keep_every: PositiveInt | None = Field(
+        default=None, description="Checkpoints after a multiple of so many steps stay for good; null: none does."
+    )
+    async_checkpoint: bool = Field(
+        default=True,
+        description="Write checkpoints while training goes on, from a copy of the rank's weights and moments in host "
+        "memory (12 bytes a parameter). false: wait for the disk.",
+    )
+    checkpoint_seconds: PositiveFloat = Field(
+        default=3600.0, description="A checkpoint that takes longer has failed, and ends the run."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of weights and activations in compute."
     )
@@ -354,6 +372,12 @@ class TrainConfig(Section):
     )
 
     def problems(self) -> Iterator[str]:
+        every, good = self.checkpoint_every, self.keep_every
+        if good is not None and (every is None or good % every):
+            remedy = (
+                "set that too" if every is None else f"use a multiple, such as {every * max(1, round(good / every))}"
+            )
+            yield self.problem("keep_every", f"no multiple of train.checkpoint_every ({shown(every)}); {remedy}")
         if self.attention not in ("flash", "cudnn"):
             return
         if self.dtype != "bfloat16":

@@ -50,7 +50,7 @@ class MasterAdamW:
             for name, parameter in parameters.items()
             if self.masters[name] is not parameter
         ]
-        self.updates = 0
+
         self._take_memory()
 
     def _take_memory(self) -> None:
@@ -77,18 +77,22 @@ class MasterAdamW:
         self._adamw.step()
         for master in self.masters.values():
             master.grad = None
-        self.updates += 1
         self._lower()
 
     def _lower(self) -> None:
         if self._lowered:
             torch._foreach_copy_([low for low, _ in self._lowered], [master.data for _, master in self._lowered])
 
-    def restored(self, updates: int) -> None:
-        """To be called once masters and moments hold the values they had after `updates` updates."""
-        self.updates = updates
+    @property
+    def updates(self) -> Tensor:
+        """Updates done, [] fp32 where the masters are; live, as AdamW counts them."""
+        count: Tensor = self._adamw.state[next(iter(self.masters.values()))]["step"]
+        return count
+
+    def restored(self) -> None:
+        """To be called once masters, moments and `updates` hold the values of an earlier time."""
         for master in self.masters.values():
-            self._adamw.state[master]["step"].fill_(updates)
+            self._adamw.state[master]["step"].copy_(self.updates)
         self._lower()
 
     def state(self) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -28,10 +29,23 @@ class Progress:
 
     def __init__(self) -> None:
         self.doing, self.count = "starting", 0
+        self.patient = False
+        """While true, standing still is no reason for alarm."""
 
     def now(self, what: str) -> None:
         self.doing = what
         self.count += 1
+
+    @contextmanager
+    def patience(self, what: str) -> Iterator[None]:
+        """While this lasts, which depends on a disk alone or has a limit of its own."""
+        self.now(what)
+        self.patient = True
+        try:
+            yield
+        finally:
+            self.patient = False
+            self.count += 1
 
 
 class Watchdog:
@@ -67,7 +81,7 @@ class Watchdog:
         seen, since = self._progress.count, time.monotonic()
         pause = min(self._seconds / 5, 5.0)
         while not self._stopped.wait(pause):
-            if self._progress.count != seen:
+            if self._progress.count != seen or self._progress.patient:
                 seen, since = self._progress.count, time.monotonic()
             stalled = time.monotonic() - since
             if stalled >= self._seconds or self._alarmed():

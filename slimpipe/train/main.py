@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from slimpipe.config import ConfigError
 from slimpipe.data import Loader, RunData, open_data
 from slimpipe.kernels.attention import select_backend
 from slimpipe.models.contract import build_model
@@ -24,10 +26,14 @@ from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, sta
 from slimpipe.plan.hardware import load_hardware
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
-from slimpipe.train import checkpoint
+from slimpipe.train.checkpoint import CheckpointError
+from slimpipe.train.checkpoint.folders import home
 from slimpipe.train.display import make_display
 from slimpipe.train.metrics import MetricsFile
+from slimpipe.train.resume import refuse_changes
+from slimpipe.train.saving import Saving
 from slimpipe.train.session import DTYPES, Session
+from slimpipe.train.stop import Stop
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -44,19 +50,21 @@ def train(config: Config) -> None:
     """
     _write_whole_lines()
     _try_what_can_fail(config)
+    refuse_changes(config)
     data = open_data(config.data, config.model.vocab_size, config.train.seed, _leads())
     loader = Loader(data.train, config.train.global_batch)
     prepare_process(config)
     claim = _claim(Path(config.train.output)) if _leads() else None
 
-    progress = Progress()
+    progress, stop = Progress(), Stop()
     processes = start_processes(config)
     try:
-        _run(config, data, loader, processes, progress)
+        with stop:
+            _run(config, data, loader, processes, progress, stop)
     except BaseException as error:
         if processes.world == 1:
             raise
-        _fail(error, processes.rank, progress)
+        _fail(error, processes.rank, progress, stop)
     finally:
         if claim is not None:
             claim.release()
@@ -64,8 +72,13 @@ def train(config: Config) -> None:
         dist.destroy_process_group()
 
 
-def _run(config: Config, data: RunData, loader: Loader, processes: Processes, progress: Progress) -> None:
+def _run(config: Config, data: RunData, loader: Loader, processes: Processes, progress: Progress, stop: Stop) -> None:
     _agree(config, data.fingerprint, processes)
+    saving = Saving(config, progress, stop, lambda line: print(line, flush=True))
+    if saving.nothing_left:
+        if processes.rank == 0:
+            print(f"{config.train.output}: all {config.train.steps} steps are done; raise train.steps to go on")
+        return
     session: Session | None = None
     watchdog = Watchdog(
         progress,
@@ -78,16 +91,14 @@ def _run(config: Config, data: RunData, loader: Loader, processes: Processes, pr
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
         session = Session(config, processes.carrier, progress, trace)
-        _steps(config, session, data, loader, processes.rank == 0)
-        # A checkpoint takes as long as the disk does, and nothing in it can wait for a pipeline rank.
-        watchdog.stop()
-        _save(config, session, processes.rank == 0)
+        saving.start(session, loader)
+        _steps(config, session, data, loader, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.
         watchdog.stop()
 
 
-def _steps(config: Config, session: Session, data: RunData, loader: Loader, lead: bool) -> None:
+def _steps(config: Config, session: Session, data: RunData, loader: Loader, saving: Saving, lead: bool) -> None:
     """Every step; on the lead also the run's files and what is shown."""
     output = Path(config.train.output)
     metrics = None
@@ -100,7 +111,9 @@ def _steps(config: Config, session: Session, data: RunData, loader: Loader, lead
     display = make_display(config, lead)
     tokens_per_step = config.train.global_batch * config.data.sequence_length
     try:
-        for step in range(config.train.steps):
+        goes_on = True
+        while goes_on:
+            step = session.steps_done
             started = time.perf_counter()
             session.progress.now("reading data")
             row = session.train_step(*loader.next())
@@ -122,18 +135,11 @@ def _steps(config: Config, session: Session, data: RunData, loader: Loader, lead
                     }
                 )
             display.step(step + 1, row, tokens_per_s)
+            goes_on = saving.after_step()
     finally:
         display.close()
         if metrics is not None:
             metrics.close()
-
-
-def _save(config: Config, session: Session, lead: bool) -> None:
-    where = checkpoint.place(Path(config.train.output), session.steps_done)
-    peers = checkpoint.Peers.of_job("checkpoint", 3600)
-    checkpoint.write(where, session.state(), {"step": session.steps_done}, peers, lambda count: None)
-    if lead:
-        print(f"checkpoint: {where}", flush=True)
 
 
 def _claim(output: Path) -> BaseFileLock:
@@ -143,10 +149,14 @@ def _claim(output: Path) -> BaseFileLock:
         output.mkdir(parents=True, exist_ok=True)
         lock = FileLock(output / ".lock")
         lock.acquire(timeout=0)
+        home(output).mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=home(output)):  # better now than after the first hours
+            pass
     except Timeout as error:
         raise ValueError(f"train.output = {output}: another run is writing there; choose another folder") from error
     except OSError as error:
-        reason = error.strerror or error
+        within = "" if error.filename in (None, str(output)) else f"{Path(error.filename).name}: "
+        reason = f"{within}{error.strerror or error}"
         raise ValueError(f"train.output = {output}: cannot be written ({reason}); choose another folder") from error
     return lock
 
@@ -219,11 +229,18 @@ def _agree(config: Config, tokens: str, processes: Processes) -> None:
             raise ValueError(f"ranks {other} have other {what} than rank 0; {remedy}")
 
 
-def _fail(error: BaseException, rank: int, progress: Progress) -> None:
+def _fail(error: BaseException, rank: int, progress: Progress, stop: Stop) -> None:
     """Says which rank failed, at what, and why; then ends the process."""
+    if isinstance(error, (CheckpointError, ConfigError)):
+        # The user's to mend, and the same on every rank: one says it, and first.
+        if rank != 0:
+            time.sleep(_LET_THE_CAUSE_BE_SEEN)
+        else:
+            print(error, file=sys.stderr, flush=True)
+        os._exit(2)
     sys.stderr.write(_failure(error, rank, progress.doing))
     sys.stderr.flush()
-    if _is_lost_contact(error):
+    if _is_lost_contact(error) and not stop.requested:
         # torchrun reports the first process to end as the cause, and ends the others: wait for that.
         time.sleep(_LET_THE_CAUSE_BE_SEEN)
     elif isinstance(error, Exception):

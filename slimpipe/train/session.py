@@ -152,6 +152,8 @@ class Session:
         self._tied_group = self._make_tied_group()
         self._optimizer: MasterAdamW | None = None
         self.steps_done = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in each step before weights and moments change: whoever is still copying them has them wait."""
 
         self.clock = make_clock(self.device)
         self.slice_tokens = config.data.sequence_length // self.shape.n
@@ -218,8 +220,10 @@ class Session:
 
         The tensors are the live ones: filling them restores the state, once `restored` has been called.
         """
-        counts = {"step": self.steps_done, "optimizer.updates": self.optimizer.updates}
-        state = {name: Part.whole(torch.tensor(count)) for name, count in counts.items()}
+        state = {
+            "step": Part.whole(torch.tensor(self.steps_done)),
+            "optimizer.updates": Part.whole(self.optimizer.updates),
+        }
         for name, master in self.optimizer.masters.items():
             state[f"model.{name}"] = self._part(name, master.data)
         for key, moment in self.optimizer.state().items():
@@ -229,7 +233,7 @@ class Session:
     def restored(self, state: State) -> None:
         """To be called with what `state` gave, once its tensors hold the values of a checkpoint."""
         self.steps_done = int(state["step"].tensor)
-        self.optimizer.restored(int(state["optimizer.updates"].tensor))
+        self.optimizer.restored()
 
     def _part(self, name: str, tensor: Tensor) -> Part:
         """A vocabulary shard by its place in the whole weight: no layout in the checkpoint."""
@@ -268,6 +272,7 @@ class Session:
         norm = global_norm(self._counted_once(), self.group, self.carrier)
         self.progress.now("optimizer")
         rate = learning_rate(self.config, self.steps_done)
+        self.before_update()
         with self.clock.busy("optimizer"):
             if clip_at is not None:
                 clip(self.gradient_buffer.buffer, norm, clip_at)

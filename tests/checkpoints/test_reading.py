@@ -18,7 +18,7 @@ from torch import Tensor
 from slimpipe.train import checkpoint
 from slimpipe.train.checkpoint import CheckpointError, Part, Peers, metadata
 from slimpipe.train.checkpoint.digests import Digest, read_manifest, write_manifest
-from slimpipe.train.checkpoint.write import alone_on_purpose
+from slimpipe.train.checkpoint.write import quiet_alone
 from tests.support.pool import Pool
 
 STEP = 3
@@ -33,7 +33,7 @@ def write(run: Path, step: int = STEP, seed: float = 0.0) -> Path:
     state = {f"model.{name}": Part.whole(weight + seed) for name, weight in weights().items()}
     folder = checkpoint.place(run, step)
     moments = {"optimizer.layers.0.exp_avg": Part.whole(torch.ones(10, 6))}
-    checkpoint.write(folder, state | moments, {"step": step}, Peers(), lambda count: None)
+    checkpoint.write(folder, state | moments, {"step": step}, Peers())
     return folder
 
 
@@ -50,8 +50,8 @@ def test_weights_alone_are_read_by_their_names_in_the_model(tmp_path: Path) -> N
 
 def test_dcp_reads_it_without_slimpipe(tmp_path: Path) -> None:
     state = {"model.layers.2": torch.zeros(12, 6), "optimizer.layers.0.exp_avg": torch.zeros(10, 6)}
-    with alone_on_purpose():
-        dcp.load(state, checkpoint_id=write(tmp_path), no_dist=True)
+    quiet_alone()
+    dcp.load(state, checkpoint_id=write(tmp_path), no_dist=True)
     assert torch.equal(state["model.layers.2"], weights()["layers.2"])
     assert state["optimizer.layers.0.exp_avg"].eq(1).all()
 
@@ -69,7 +69,7 @@ def save_rows(rank: int, world: int, run: Path, total: int) -> None:
     whole = torch.arange(2.0 * total).view(total, 2)
     mine = whole[rank * size : (rank + 1) * size]
     state = {"model.cut": Part.rows(mine, rank * size, total), "model.shared": Part.whole(torch.ones(3))}
-    checkpoint.write(checkpoint.place(run, 1), state, {"rank": rank}, Peers.of_job("test", 60), lambda count: None)
+    checkpoint.write(checkpoint.place(run, 1), state, {"rank": rank}, Peers.of_job("test", 60))
 
 
 @pytest.mark.parametrize(("ranks", "total"), [(2, 7), (3, 7), (4, 5)])
@@ -267,8 +267,8 @@ def test_an_attack_in_a_tensors_place_is_refused_unrun(tmp_path: Path) -> None:
 def test_what_is_no_tensor_is_not_unpickled_either(tmp_path: Path) -> None:
     """DCP keeps other objects as pickles and would load those without a question."""
     folder, mark = write(tmp_path), tmp_path / "mark"
-    with alone_on_purpose():
-        dcp.save({"model.x": torch.zeros(2), "step": Attack(mark)}, checkpoint_id=folder, no_dist=True)
+    quiet_alone()
+    dcp.save({"model.x": torch.zeros(2), "step": Attack(mark)}, checkpoint_id=folder, no_dist=True)
     for name in (".metadata", "__0_0.distcp"):
         plant(folder, name, (folder / name).read_bytes())
     with pytest.raises(CheckpointError, match="holds no tensor step"):

@@ -11,15 +11,18 @@ from slimpipe.train.checkpoint.errors import CheckpointError
 from slimpipe.train.checkpoint.folders import place
 from slimpipe.train.checkpoint.parts import Part, State
 from slimpipe.train.checkpoint.peers import Peers
-from slimpipe.train.checkpoint.read import load_weights, read, read_weights, verify, weight_shapes
+from slimpipe.train.checkpoint.read import load_weights, read, read_tensor, read_weights, shapes, verify, weight_shapes
+from slimpipe.train.checkpoint.saver import Keeping, Saver
 from slimpipe.train.checkpoint.write import Note, read_note, write
 
 __all__ = [
     "CheckpointError",
     "Choice",
+    "Keeping",
     "Note",
     "Part",
     "Peers",
+    "Saver",
     "State",
     "choose",
     "load_weights",
@@ -27,7 +30,9 @@ __all__ = [
     "place",
     "read",
     "read_note",
+    "read_tensor",
     "read_weights",
+    "shapes",
     "verify",
     "weight_shapes",
     "write",

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ Digests = Mapping[str, Digest]
 class _Stream(io.RawIOBase):
     """A file being written front to back, and the digest of what has been asked to be written."""
 
-    def __init__(self, file: IO[bytes], count: Callable[[int], None]) -> None:
-        self._file, self._count = file, count
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self._hash, self._size = hashlib.sha256(), 0
         self.error: OSError | None = None
         """The first one: torch.save makes something unreadable of it on the way out."""
@@ -52,11 +52,9 @@ class _Stream(io.RawIOBase):
         data = view = memoryview(data).cast("B")
         self._hash.update(view)
         try:
-            # In blocks, so that whoever waits sees that there is progress.
             while len(view) > 0:
-                written = self._file.write(view[:_BLOCK])  # on a full disk, a part of it
+                written = self._file.write(view)  # less than all of it where there is much, or little room
                 self._size += written
-                self._count(written)
                 view = view[written:]
         except OSError as error:
             self.error = self.error or error
@@ -78,15 +76,14 @@ class _Stream(io.RawIOBase):
 
 
 class _DigestingFiles(FileSystem):
-    def __init__(self, count: Callable[[int], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._count = count
         self.digests: dict[str, Digest] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Path(path).open(mode, buffering=0) as file:
-            stream = _Stream(file, self._count)
+            stream = _Stream(file)
             try:
                 yield stream
             except Exception:
@@ -97,14 +94,11 @@ class _DigestingFiles(FileSystem):
 
 
 class DigestingWriter(FileSystemWriter):
-    """DCP's writer of folders, which also knows the digest of every file that this rank writes.
+    """DCP's writer of folders, which also knows the digest of every file that this rank writes."""
 
-    `count` is told of bytes as they are written.
-    """
-
-    def __init__(self, folder: Path, count: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=True)
-        self.fs = self._files = _DigestingFiles(count)
+        self.fs = self._files = _DigestingFiles()
 
     @property
     def digests(self) -> Digests:

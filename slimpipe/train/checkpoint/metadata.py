@@ -55,8 +55,11 @@ def loads(data: bytes) -> Metadata:
 class SafeReader(FileSystemReader):
     """DCP's reader of folders, with `.metadata` read as data only. DCP itself loads tensors with `weights_only`."""
 
+    def __init__(self, folder: Path) -> None:
+        """Raises what a missing or damaged file makes of it."""
+        super().__init__(folder)
+        self.metadata = loads((folder / ".metadata").read_bytes())
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP asks a second time, for a rank's own file, where this raises: there is none, and that one is not read."""
-        metadata = loads((Path(self.path) / ".metadata").read_bytes())
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self.metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
@@ -11,13 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimpipe.train.checkpoint import digests
 from slimpipe.train.checkpoint.errors import CheckpointError
 from slimpipe.train.checkpoint.metadata import SafeReader
 from slimpipe.train.checkpoint.parts import Part, PartsToLoad, State, stored
-from slimpipe.train.checkpoint.write import alone_on_purpose
+from slimpipe.train.checkpoint.write import quiet_alone
 
 T = TypeVar("T")
 
@@ -31,18 +30,10 @@ def read(checkpoint: Path, state: State) -> None:
     The files are taken as verified. Raises CheckpointError, naming the first tensor that is missing or has another
     shape, or saying what cannot be read.
     """
-    with alone_on_purpose():
-        _readable(checkpoint, lambda: _load(checkpoint, state))
-
-
-def _load(checkpoint: Path, state: State) -> None:
-    metadata_complaints = logging.getLogger("torch.distributed.checkpoint.state_dict_loader")
-    level = metadata_complaints.level
-    metadata_complaints.setLevel(logging.ERROR)  # a warning with a traceback, before the error itself
-    try:
-        dcp.load(dict(state), storage_reader=SafeReader(checkpoint), planner=PartsToLoad(checkpoint), no_dist=True)
-    finally:
-        metadata_complaints.setLevel(level)
+    reader = _reader(checkpoint)
+    quiet_alone()
+    planner = PartsToLoad(checkpoint)
+    _readable(checkpoint, lambda: dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=True))
 
 
 def verify(checkpoint: Path) -> None:
@@ -52,14 +43,15 @@ def verify(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: {found[0]}; use another checkpoint")
 
 
+def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by its whole name. Raises CheckpointError for a damaged checkpoint."""
+    entries = _reader(checkpoint).metadata.state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
 def weight_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every weight by its layout-free name. Raises CheckpointError for a damaged checkpoint."""
-    entries = _metadata(checkpoint).state_dict_metadata
-    return {
-        name.removeprefix(WEIGHT): tuple(entry.size)
-        for name, entry in entries.items()
-        if name.startswith(WEIGHT) and isinstance(entry, TensorStorageMetadata)
-    }
+    return {name.removeprefix(WEIGHT): size for name, size in shapes(checkpoint).items() if name.startswith(WEIGHT)}
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -68,7 +60,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     Verifies the files first. Raises CheckpointError for a damaged checkpoint.
     """
     verify(checkpoint)
-    entries = _metadata(checkpoint).state_dict_metadata
+    entries = _reader(checkpoint).metadata.state_dict_metadata
     weights = {
         name.removeprefix(WEIGHT): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
@@ -76,6 +68,16 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     }
     read(checkpoint, {f"{WEIGHT}{name}": Part.whole(weight) for name, weight in weights.items()})
     return weights
+
+
+def read_tensor(checkpoint: Path, name: str) -> Tensor | None:
+    """A tensor by its whole name; None where there is none."""
+    entry = _reader(checkpoint).metadata.state_dict_metadata.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    read(checkpoint, {name: Part.whole(tensor)})
+    return tensor
 
 
 def load_weights(checkpoint: Path, weights: Mapping[str, Tensor | Part], verified: bool = False) -> None:
@@ -87,15 +89,15 @@ def load_weights(checkpoint: Path, weights: Mapping[str, Tensor | Part], verifie
     if not verified:
         verify(checkpoint)
     parts = {name: weight if isinstance(weight, Part) else Part.whole(weight) for name, weight in weights.items()}
-    metadata = _metadata(checkpoint)
+    metadata = _reader(checkpoint).metadata
     for name in parts:
         stored(metadata, f"{WEIGHT}{name}", checkpoint)
     with torch.no_grad():
         read(checkpoint, {f"{WEIGHT}{name}": part for name, part in parts.items()})
 
 
-def _metadata(checkpoint: Path) -> Metadata:
-    return _readable(checkpoint, lambda: SafeReader(checkpoint).read_metadata())
+def _reader(checkpoint: Path) -> SafeReader:
+    return _readable(checkpoint, lambda: SafeReader(checkpoint))
 
 
 def _readable(checkpoint: Path, read: Callable[[], T]) -> T:

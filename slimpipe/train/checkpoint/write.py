@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,31 +29,30 @@ Note = Mapping[str, Any]
 """What a checkpoint says besides tensors: plain JSON."""
 
 
-def write(checkpoint: Path, state: State, note: Note, peers: Peers, count: Callable[[int], None]) -> None:
+def write(checkpoint: Path, state: State, note: Note, peers: Peers) -> None:
     """Writes this rank's parts of `state`; collective over `peers`. The lead's note counts.
 
     A part given by several ranks must hold the same values on each. Raises CheckpointError on every rank where a disk
-    failed on any; `count` is told of bytes as they are written.
+    failed on any.
     """
-    _all_well(checkpoint, peers, lambda: folders.start(checkpoint), lead_only=True)
+    _by_lead(checkpoint, peers, lambda: folders.start(checkpoint))
     try:
-        digests = peers.from_all(_write_parts(checkpoint, state, peers, count))
+        digests = peers.from_all(_write_parts(checkpoint, state, peers))
         everything = {name: digest for part in digests for name, digest in part.items()}
-        _all_well(checkpoint, peers, lambda: _finish(checkpoint, note, everything), lead_only=True)
+        _by_lead(checkpoint, peers, lambda: _finish(checkpoint, note, everything))
     except CheckpointError:
         if peers.leads:
             shutil.rmtree(folders.unfinished(checkpoint), ignore_errors=True)
         raise
 
 
-def _write_parts(checkpoint: Path, state: State, peers: Peers, count: Callable[[int], None]) -> Mapping[str, Digest]:
-    writer = DigestingWriter(folders.unfinished(checkpoint), count)
+def _write_parts(checkpoint: Path, state: State, peers: Peers) -> Mapping[str, Digest]:
+    writer = DigestingWriter(folders.unfinished(checkpoint))
     alone = peers.group is None
+    if alone:
+        quiet_alone()
     try:
-        with alone_on_purpose():
-            dcp.save(
-                dict(state), storage_writer=writer, planner=PartsToSave(), process_group=peers.group, no_dist=alone
-            )
+        dcp.save(dict(state), storage_writer=writer, planner=PartsToSave(), process_group=peers.group, no_dist=alone)
     except CheckpointException as error:  # on every rank; not an Exception
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
         rank, first = min(failures.items())
@@ -74,17 +72,17 @@ def _finish(checkpoint: Path, note: Note, digests: Mapping[str, Digest]) -> None
     folders.finish(checkpoint)
 
 
-def _all_well(checkpoint: Path, peers: Peers, do: Callable[[], object], lead_only: bool) -> None:
-    """Carries out `do`, on the lead alone if so wanted. Raises CheckpointError on every rank where it failed on any."""
+def _by_lead(checkpoint: Path, peers: Peers, do: Callable[[], object]) -> None:
+    """The lead does it. Raises CheckpointError on every rank where it could not."""
     failure: OSError | None = None
-    if peers.leads or not lead_only:
+    if peers.leads:
         try:
             do()
         except OSError as error:
             failure = error
-    told = peers.from_lead(failure) if lead_only else next(filter(None, peers.from_all(failure)), None)
-    if told is not None:
-        raise _not_written(checkpoint, 0, told) from told
+    failure = peers.from_lead(failure)
+    if failure is not None:
+        raise _not_written(checkpoint, 0, failure) from failure
 
 
 def _not_written(checkpoint: Path, rank: int, error: BaseException) -> CheckpointError:
@@ -94,13 +92,10 @@ def _not_written(checkpoint: Path, rank: int, error: BaseException) -> Checkpoin
     )
 
 
-@contextmanager
-def alone_on_purpose() -> Iterator[None]:
-    """One process without a process group: DCP warns of it, and it is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-        yield
+def quiet_alone() -> None:
+    """DCP warns of a process without a group, and here it is what is meant. For good: a filter that comes and goes is
+    not safe among threads."""
+    warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
 
 
 def read_note(checkpoint: Path) -> Note:

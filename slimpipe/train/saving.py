@@ -1,0 +1,131 @@
+"""A run's life beyond its process: where it starts from, when it saves, when it is asked to stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimpipe.data import DataError
+from slimpipe.runtime.watchdog import Progress
+from slimpipe.train import randomness, resume
+from slimpipe.train.checkpoint import CheckpointError, Keeping, Peers, Saver, choose, folders
+from slimpipe.train.rows import METRICS, keep_rows
+from slimpipe.train.stop import Stop
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+    from slimpipe.train.session import Session
+
+
+class Position(Protocol):
+    """Where a run is in its data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Saving:
+    """Every rank has one; every method is collective. The lead tells, through `say`.
+
+    Errors of its own (CheckpointError, ConfigError) are raised on every rank.
+    """
+
+    def __init__(self, config: Config, progress: Progress, stop: Stop, say: Callable[[str], None]) -> None:
+        """Looks for where the run starts from, before anything is built. The lead owns the run's folder by now."""
+        self._config, self._progress, self._stop, self._say = config, progress, stop, say
+        self._output = Path(config.train.output)
+        seconds = config.train.checkpoint_seconds
+        self._peers = Peers.of_job("agreement", seconds)
+        keeping = Keeping(config.train.keep_last, config.train.keep_every)
+        self._saver = Saver(self._output, Peers.of_job("checkpoint", seconds), keeping, seconds, progress)
+        if self._peers.leads:
+            folders.sweep(self._output)
+        self._choice = choose(self._output, self._peers)
+        self._saved = folders.step_of(self._choice.taken) if self._choice.taken is not None else 0
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether the run has done all its steps."""
+        return self._saved >= self._config.train.steps
+
+    def start(self, session: Session, data: Position) -> bool:
+        """Gives session and data the state of the newest whole checkpoint. False: there is none, the run is new.
+
+        Before the first step: memory for copies of the state is taken here.
+        """
+        self._session, self._data = session, data
+        randomness.seed(self._config.train.seed, self._peers.rank, self._saved, session.device)
+        if self._choice.taken is not None:
+            with self._progress.patience(f"reading {self._choice.taken}"):
+                note, lines = resume.resume(self._config, self._choice, session, self._peers)
+            try:
+                data.load_state_dict(note["data"])
+            except DataError as error:
+                raise CheckpointError(str(error)) from error
+            self._tell(*lines)
+        if self._peers.leads:
+            self._tidy()
+        self._prepare()
+        return self._choice.taken is not None
+
+    def _tidy(self) -> None:
+        """The lead's, once the start has succeeded."""
+        self._tell(*resume.set_aside(self._choice))
+        try:
+            dropped = keep_rows(self._output, self._session.steps_done)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._output / METRICS}: cannot be rewritten ({error.strerror or error})"
+            ) from error
+        if dropped:
+            self._tell(f"{METRICS}: {dropped} rows of steps that will be done again moved to metrics.dropped.jsonl")
+
+    def _prepare(self) -> None:
+        if self._config.train.checkpoint_every is None or not self._config.train.async_checkpoint:
+            return
+        failure: CheckpointError | None = None
+        try:
+            self._saver.go_beside_steps(self._session.state(), self._session.device)
+        except CheckpointError as error:
+            failure = error
+        failure = next(filter(None, self._peers.from_all(failure)), None)
+        if failure is not None:
+            raise failure
+        self._session.before_update = self._saver.hold
+
+    def after_step(self) -> bool:
+        """To be called when all else of the step is done and recorded. False: the run ends here, saved."""
+        train, step = self._config.train, self._session.steps_done
+        self._tell(*self._saver.told())
+        signal = self._stop.agreed(self._peers)
+        ends = signal is not None or step >= train.steps
+        if ends or (train.checkpoint_every is not None and step % train.checkpoint_every == 0):
+            self._save(step)
+        if not ends:
+            return True
+        self._tell(*self._saver.finish())
+        if signal is not None:
+            self._tell(f"stopped by {signal} after step {step} of {train.steps}: the same command goes on from here")
+        return False
+
+    def _save(self, step: int) -> None:
+        if self._peers.leads:
+            _to_disk(self._output / METRICS)
+        note = resume.make_note(self._config, step, self._data.state_dict(), self._peers.world)
+        self._progress.now("copying the state for a checkpoint")
+        self._tell(*self._saver.save(resume.state_of(self._session, self._peers.rank), note, step))
+
+    def _tell(self, *lines: str) -> None:
+        if self._peers.leads:
+            for line in lines:
+                self._say(line)
+
+
+def _to_disk(path: Path) -> None:
+    """A checkpoint must not be there before the rows of its steps."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -66,6 +66,28 @@ CASES: dict[str, dict[str, Any]] = {
         )
         for mode in modes
     },
+    # Every recompute mode; those with `balanced` lend attention too.
+    **{
+        f"{kib}k-n16-{recompute}{'-balanced' if exchange == 'balanced' else ''}": {
+            "length": kib * 1024,
+            "m": 2,
+            "n": 16,
+            "v": 1,
+            "recompute": recompute,
+            "vocab": True,
+            "exchange": exchange,
+        }
+        for kib, recompute, exchange in (
+            (64, "mlp", "off"),
+            (64, "all_but_attention", "off"),
+            (64, "full", "off"),
+            (64, "full", "balanced"),
+            (128, "mlp", "off"),
+            (128, "all_but_attention", "off"),
+            (128, "all_but_attention", "balanced"),
+            (128, "full", "off"),
+        )
+    },
 }
 COLUMNS = {
     "case": "",
@@ -185,7 +207,8 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:
-    """The step on paper, with NCCL's rates beside compute; no norms, optimizer, recomputation or launches."""
+    """The step on paper, with NCCL's rates beside compute, recomputed GEMMs and attention; no norms, optimizer or
+    launches."""
     timeline = predict(config, session.plan, session.exchange, load_hardware(PROFILE))
     return {"predicted_s": timeline.makespan, "predicted_bubble": timeline.bubble_fraction}
 

@@ -31,7 +31,9 @@ SPEC = LlamaSpec(
 )
 
 
-def settings(p: int, v: int, n: int, vocab: bool = False, **train: Any) -> Config:
+def settings(
+    p: int, v: int, n: int, vocab: bool = False, recompute: str = "norms", exchange: str = "off", **train: Any
+) -> Config:
     return Config.from_dict(
         {
             "model": {
@@ -44,8 +46,8 @@ def settings(p: int, v: int, n: int, vocab: bool = False, **train: Any) -> Confi
                 "rope_theta": SPEC.rope_theta,
             },
             "parallel": {"pp": p},
-            "pipeline": {"slices": n, "virtual_stages": v, "vocab_parallel": vocab},
-            "memory": {"recompute": "norms"},
+            "pipeline": {"slices": n, "virtual_stages": v, "vocab_parallel": vocab, "exchange": exchange},
+            "memory": {"recompute": recompute},
             "data": {"corpus": "python_stdlib", "sequence_length": LENGTH},
             "train": {"steps": 3, "output": "unused", "global_batch": SEQUENCES, "dtype": "bfloat16", **train},
         }

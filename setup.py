@@ -79,6 +79,7 @@ setup(
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
         "log": ["tensorboard"],
+        "wandb": ["wandb"],
     },
     entry_points={"console_scripts": ["slimpipe = slimpipe.cli:app"]},
     ext_modules=[Extension("slimpipe._C", sources=["csrc/merge_lse.cpp"], optional=True)],

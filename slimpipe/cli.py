@@ -127,9 +127,14 @@ def train(
     from slimpipe.data import DataError
     from slimpipe.train.checkpoint import CheckpointError
     from slimpipe.train.main import train as run
+    from slimpipe.train.nonfinite import NonFinite
 
     with _told_in_one_line(DataError, CheckpointError):
-        run(settings)
+        try:
+            run(settings)
+        except NonFinite as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
 
 
 @app.command()

@@ -17,11 +17,13 @@ from slimpipe.config import (
     ConfigError,
     PipelineConfig,
     RopeScaling,
+    TrainConfig,
     check_output,
     check_world,
     load_config,
     reference_markdown,
 )
+from slimpipe.config.allowed import any_of
 from slimpipe.config.yaml_text import dump, parse, shown
 from slimpipe.schedule import BUILT, NOT_BUILT, Shape
 
@@ -533,8 +535,8 @@ def test_overrides_reach_options() -> None:
         ("pipeline.slice=3", "pipeline.slice: unknown key; did you mean pipeline.slices?"),
         ("slices=3", "slices: unknown key; did you mean pipeline.slices?"),
         ("optm.schedule=cosine", "optm.schedule: unknown key; did you mean optim.schedule?"),
-        ("memory.swap.x=3", "memory.swap.x: unknown key; use recompute or swap"),
-            ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
+        ("train.steps.x=3", f"train.steps.x: unknown key; use {any_of(tuple(TrainConfig.model_fields))}"),
+        ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
         ("memory={swap: off}", "memory: a section, not a key; override one of memory.recompute, memory.swap"),
         ("train.steps=[1", "train.steps=[1, line 1, column 3: not valid YAML: "
          "expected ',' or ']', but got '<stream end>'"),

@@ -359,6 +359,11 @@ class TrainConfig(Section):
     watchdog_seconds: PositiveFloat = Field(
         default=300.0, description="Without progress for so long, name what each rank does and stop."
     )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="A step whose loss or gradient is not finite changes nothing; it stops the run, or is skipped.",
+    )
+    max_skips: PositiveInt = Field(default=10, description="So many skipped steps in a row stop the run all the same.")
     attention: Literal["auto", "plain", "flash", "cudnn"] = Field(default="auto", description="Attention backend.")
     ce_chunk: PositiveInt | None = Field(
         default=None,
@@ -398,6 +403,24 @@ class LogConfig(Section):
         default=1, description="Steps between lines of the display. `metrics.jsonl` has every step."
     )
     tensorboard: bool = Field(default=False, description="Also write TensorBoard events to the run's folder.")
+    wandb: Annotated[str | None, Field(min_length=1), Allowed("the name of a project or null")] = Field(
+        default=None, description="Also log to this project of Weights & Biases; `WANDB_MODE=offline` sends nothing."
+    )
     display: Literal["auto", "rich", "plain", "none"] = Field(
         default="auto", description="`auto`: `rich` on a terminal, else `plain`."
+    )
+    peak_tflops: PositiveFloat | None = Field(
+        default=None, description="TFLOP/s of one device at most, for MFU. Default: by the device's name where known."
+    )
+    window: Annotated[int, Field(ge=3)] = Field(
+        default=50, description="Steps over which loss spikes and outliers among ranks are judged."
+    )
+    spike_threshold: PositiveFloat | None = Field(
+        default=8.0,
+        description="A loss so many robust deviations above the window's median is told as a spike; null: never.",
+    )
+    outlier_threshold: Annotated[float, Field(gt=1)] | None = Field(
+        default=1.5,
+        description="A rank whose compute, beside its share of the work, or memory, beside its prediction, is so many "
+        "times the others' is named; null: never.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -58,15 +59,40 @@ def sum_tied(gradient: Tensor, group: dist.ProcessGroup, carrier: Carrier) -> No
     gradient.copy_(sum_over(gradient, group, carrier))
 
 
-def global_norm(counted: Mapping[str, Tensor], group: dist.ProcessGroup | None, carrier: Carrier) -> Tensor:
-    """L2 norm over all ranks of `group` of the gradients given; [] fp32 on their device.
+def norm_and_loss(
+    counted: Mapping[str, Tensor], loss: Tensor, group: dist.ProcessGroup | None, carrier: Carrier
+) -> tuple[Tensor, Tensor]:
+    """(L2 norm of the gradients given, sum of the losses) over all ranks of `group`, in one reduction; each [] fp32 on
+    their device, the same bits on every rank, so that all decide alike by them.
 
     Every parameter must be given by one rank only: a tied weight's second copy is left out by the caller.
     """
-    total = torch.stack(torch._foreach_norm(list(counted.values()))).square().sum()
-    return sum_over(total, group, carrier).sqrt()
+    square = torch.stack(torch._foreach_norm(list(counted.values()))).square().sum()
+    totals = sum_over(torch.stack((square, loss.to(square.dtype))), group, carrier)
+    return totals[0].sqrt(), totals[1]
 
 
 def clip(buffer: Tensor, norm: Tensor, limit: float) -> None:
-    """Scales the gradients so that their global norm is at most `limit`. Does not wait for the device."""
-    buffer.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    """Scales the gradients so that their global norm is at most `limit`. Does not wait for the device.
+
+    Where the norm is not finite they stay as they are, for the search of the first bad one.
+    """
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    buffer.mul_(torch.where(norm.isfinite(), factor, 1.0))
+
+
+@dataclass(frozen=True)
+class BadGradients:
+    """What a rank found that is not finite. `last`: place of the bad parameter nearest to the loss, by the caller's
+    order; -1 where all are finite."""
+
+    last: int
+    values: int
+    parameters: int
+
+
+def bad_gradients(views: Mapping[str, Tensor], order: Mapping[str, int]) -> BadGradients:
+    """Counts gradients that are not finite. Waits for the device: for a step that has failed already."""
+    counts = {name: int((~gradient.isfinite()).sum()) for name, gradient in views.items()}
+    hit = [order[name] for name, count in counts.items() if count]
+    return BadGradients(max(hit, default=-1), sum(counts.values()), len(hit))

@@ -68,8 +68,14 @@ class MasterAdamW:
             return parameter
         return nn.Parameter(parameter.detach().float())
 
-    def step(self, rate: float) -> None:
-        """One update at this learning rate; the parameters take the masters' values, rounded."""
+    def step(self, rate: float, skip: Tensor | None = None) -> None:
+        """One update at this learning rate; the parameters take the masters' values, rounded.
+
+        `skip` [] fp32 on the device: where it is 1 the kernel leaves weights, moments and their count as they are. The
+        device decides, so nothing waits for it.
+        """
+        # What torch's own GradScaler tells a fused optimizer by.
+        self._adamw.found_inf = skip  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
             group["lr"] = rate
         for name, parameter in self._parameters.items():

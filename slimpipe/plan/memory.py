@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from slimpipe.schedule import Shape
 
 if TYPE_CHECKING:
+    from slimpipe.config import Config
     from slimpipe.config.sections import ModelConfig, Recompute
 
 
@@ -49,3 +50,20 @@ def kv_gradient_bytes(model: ModelConfig, shape: Shape, slots: int, layers: int,
     if shape.n == 1:
         return 0
     return 2 * 4 * model.kv_heads * model.head_dim * slots * layers * tokens // shape.n
+
+
+def output_chunk(config: Config, free: int | None) -> int:
+    """Tokens a chunk of the output layer: `train.ce_chunk`, or a slice's, halved until a chunk takes a fiftieth of the
+    `free` memory of the device (None: the CPU, where 1024 do).
+
+    A token costs its logits in the compute dtype and, at worst, twice in fp32.
+    """
+    if config.train.ce_chunk is not None:
+        return config.train.ce_chunk
+    chunk = config.data.sequence_length // config.shape.n * config.train.micro_batch
+    if free is None:
+        return min(chunk, 1024)
+    columns = -(-config.model.vocab_size // (config.parallel.pp if config.vocab_parallel else 1))
+    while chunk > 256 and chunk % 2 == 0 and chunk * 10 * columns > free // 50:
+        chunk //= 2
+    return chunk

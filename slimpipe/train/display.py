@@ -1,31 +1,30 @@
-"""What a person sees while a run goes on: a live line on a terminal, a plain line a step elsewhere."""
+"""What a person sees while a run goes on: live lines on a terminal, a plain line a step elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from slimpipe.train.metrics import StepRecord
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
 
-
-class Row(Protocol):
-    """What is shown of a step."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def bubble(self) -> float: ...
+_MOST_RANKS = 12
+"""Whose memory is shown by itself; of more, the fullest and the emptiest."""
 
 
 class Display(Protocol):
-    def step(self, step: int, row: Row, tokens_per_s: float) -> None: ...
+    def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        ...
 
     def close(self) -> None: ...
 
@@ -33,7 +32,10 @@ class Display(Protocol):
 class NoDisplay:
     """Ranks other than the first, and `log.display: none`."""
 
-    def step(self, step: int, row: Row, tokens_per_s: float) -> None:
+    def step(self, record: StepRecord) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
     def close(self) -> None:
@@ -46,41 +48,74 @@ class PlainDisplay:
     def __init__(self, steps: int, every: int) -> None:
         self._steps, self._every = steps, every
 
-    def step(self, step: int, row: Row, tokens_per_s: float) -> None:
+    def step(self, record: StepRecord) -> None:
+        step = record.step
         if step % self._every == 0 or step == self._steps:
-            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {_numbers(row, tokens_per_s)}", flush=True)
+            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {numbers(record)}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
 
     def close(self) -> None:
         pass
 
 
 class RichDisplay:
-    """A progress bar with the step's numbers and the time left."""
+    """A progress bar with the time left, the step's numbers, and the memory of each rank."""
 
-    def __init__(self, steps: int, every: int) -> None:
+    def __init__(self, steps: int, every: int, console: Console | None = None) -> None:
         self._every = every
         self._progress = Progress(
-            BarColumn(bar_width=12),
+            BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=44)),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=Console(file=sys.stdout),
+            TextColumn("left"),
         )
         self._task = self._progress.add_task("", total=steps)
-        self._progress.start()
+        self._live = Live(
+            self._lines(None),
+            console=console or Console(file=sys.stdout),
+            refresh_per_second=4,
+        )
+        self._live.start()
 
-    def step(self, step: int, row: Row, tokens_per_s: float) -> None:
-        self._progress.update(self._task, completed=step)
-        if step % self._every == 0:
-            numbers = f"loss {row.loss:.4f}  {tokens_per_s:,.0f} tokens/s  idle {row.bubble:.1%}"
-            self._progress.update(self._task, description=numbers)
+    def step(self, record: StepRecord) -> None:
+        # `completed` alone would count a resumed run's first steps into the pace.
+        self._progress.update(self._task, completed=record.step)
+        if record.step % self._every == 0:
+            self._live.update(self._lines(record))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text))
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
+
+    def _lines(self, record: StepRecord | None) -> Group:
+        if record is None:
+            return Group(self._progress)
+        return Group(self._progress, Text(numbers(record)), Text(memory(record.peak_memory_bytes_by_rank)))
 
 
-def _numbers(row: Row, tokens_per_s: float) -> str:
-    return f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s  idle {row.bubble:.1%}"
+def numbers(record: StepRecord) -> str:
+    """The step's numbers on one line; rates of the device's peak where that is known."""
+    compute = "" if record.tflops is None else f"{record.tflops:,.1f} TFLOP/s a device  "
+    compute += "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
+    update = "skipped  " if record.skipped else ""
+    return (
+        f"loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  {update}{record.tokens_per_s:,.0f} tokens/s  "
+        f"{compute}idle {record.bubble:.1%}"
+    )
+
+
+def memory(peaks: tuple[int, ...]) -> str:
+    """Peak memory by rank, in GiB."""
+    gib = [peak / 2**30 for peak in peaks]
+    if len(gib) <= _MOST_RANKS:
+        return "memory GiB by rank  " + " ".join(f"{size:.1f}" for size in gib)
+    most, least = (pick(range(len(gib)), key=lambda rank: gib[rank]) for pick in (max, min))
+    return f"memory GiB  {gib[most]:.1f} on rank {most}, the fullest, {gib[least]:.1f} on rank {least}"
 
 
 def make_display(config: Config, lead: bool) -> Display:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,12 +27,15 @@ from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train.checkpoint import CheckpointError
 from slimpipe.train.checkpoint.folders import home
-from slimpipe.train.display import make_display
-from slimpipe.train.metrics import MetricsFile
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.nonfinite import NonFinite
+from slimpipe.train.planning import make_plan
 from slimpipe.train.resume import refuse_changes
 from slimpipe.train.saving import Saving
 from slimpipe.train.session import DTYPES, Session
+from slimpipe.train.startup import describe
 from slimpipe.train.stop import Stop
+from slimpipe.train.watching import Watching
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -90,56 +92,45 @@ def _run(config: Config, data: RunData, loader: Loader, processes: Processes, pr
     )
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
-        session = Session(config, processes.carrier, progress, trace)
+        forecast = Forecast(config, make_plan(config, progress.now), processes.carrier.device)
+        if processes.rank == 0:
+            # Before any memory is taken: what does not fit is said first.
+            print(describe(forecast), flush=True)
+        session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
         saving.start(session, loader)
-        _steps(config, session, data, loader, saving, processes.rank == 0)
+        _steps(config, session, forecast, data, loader, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.
         watchdog.stop()
 
 
-def _steps(config: Config, session: Session, data: RunData, loader: Loader, saving: Saving, lead: bool) -> None:
+def _steps(
+    config: Config,
+    session: Session,
+    forecast: Forecast,
+    data: RunData,
+    loader: Loader,
+    saving: Saving,
+    lead: bool,
+) -> None:
     """Every step; on the lead also the run's files and what is shown."""
     output = Path(config.train.output)
-    metrics = None
     if lead:
         config.dump_yaml(output / "config.yaml")
         if data.tokenizer is not None:
             data.tokenizer.save(output)
-        metrics = MetricsFile(output, config.log.tensorboard)
-        print(describe(config, session), flush=True)
-    display = make_display(config, lead)
-    tokens_per_step = config.train.global_batch * config.data.sequence_length
+    watching = Watching(config, forecast, lead)
     try:
         goes_on = True
         while goes_on:
             step = session.steps_done
             started = time.perf_counter()
             session.progress.now("reading data")
-            row = session.train_step(*loader.next())
-            tokens_per_s = tokens_per_step / (time.perf_counter() - started)
-            if metrics is not None:
-                metrics.write(
-                    {
-                        "step": step + 1,
-                        "loss": row.loss,
-                        "grad_norm": row.grad_norm,
-                        "lr": row.lr,
-                        "tokens_per_s": tokens_per_s,
-                        "peak_memory_bytes": max(row.peak_memory_bytes),
-                        "bubble": row.bubble,
-                        "bubble_by_rank": row.bubble_by_rank,
-                        "waits": row.waits,
-                        "peak_memory_bytes_by_rank": row.peak_memory_bytes,
-                        **({"exchange": asdict(row.exchange)} if row.exchange is not None else {}),
-                    }
-                )
-            display.step(step + 1, row, tokens_per_s)
+            row = session.train_step(*loader.next(), loader.places)
+            watching.after(step + 1, row, time.perf_counter() - started)
             goes_on = saving.after_step()
     finally:
-        display.close()
-        if metrics is not None:
-            metrics.close()
+        watching.close()
 
 
 def _claim(output: Path) -> BaseFileLock:
@@ -170,29 +161,8 @@ def _try_what_can_fail(config: Config) -> None:
         load_hardware(config.pipeline.hardware)
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'")
-
-
-def describe(config: Config, session: Session) -> str:
-    """The lines shown before the first step: layout, placement of layers, schedule."""
-    shape = session.shape
-    counts = [len(layers) for layers in session.placement]
-    uneven = (
-        "" if len(set(counts)) == 1 else " (uneven: the layers do not divide by the stages, or the settings say so)"
-    )
-    parameters = sum(p.numel() for p in session.parameters.values())
-    return "\n".join(
-        [
-            f"slimpipe: {config.pipeline.schedule}, pp {shape.p}, virtual stages {shape.v}, slices {shape.n}, "
-            f"microbatches {shape.m}; {session.device.type}, {config.train.dtype}, "
-            f"attention {session.engine.backend.name}",
-            f"layers by stage: {counts}{uneven}",
-            f"vocabulary {'over all ranks' if config.vocab_parallel else 'whole'}, {session.ce_chunk} tokens a chunk; "
-            f"exchange {config.pipeline.exchange}"
-            + (f", {len(session.exchange.loans)} loans a step" if session.exchange is not None else ""),
-            f"tokens a step: {config.train.global_batch * config.data.sequence_length:,}; "
-            f"parameters on rank 0: {parameters:,}; peak units on rank 0: {max(session.engine.slots.capacity)} a chunk",
-        ]
-    )
+    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(f"log.wandb = {config.log.wandb}: wandb is not installed; pip install 'slimpipe[wandb]'")
 
 
 def _write_whole_lines() -> None:
@@ -238,12 +208,17 @@ def _fail(error: BaseException, rank: int, progress: Progress, stop: Stop) -> No
         else:
             print(error, file=sys.stderr, flush=True)
         os._exit(2)
-    sys.stderr.write(_failure(error, rank, progress.doing))
+    # Every rank stops at the same step for the same reason: one tells it.
+    agreed = isinstance(error, NonFinite)
+    if not agreed:
+        sys.stderr.write(_failure(error, rank, progress.doing))
+    elif rank == 0:
+        sys.stderr.write(f"{error}\n")
     sys.stderr.flush()
-    if _is_lost_contact(error) and not stop.requested:
+    if (_is_lost_contact(error) and not stop.requested) or (agreed and rank != 0):
         # torchrun reports the first process to end as the cause, and ends the others: wait for that.
         time.sleep(_LET_THE_CAUSE_BE_SEEN)
-    elif isinstance(error, Exception):
+    elif isinstance(error, Exception) and not agreed:
         get_error_handler().record_exception(error)
     sys.stdout.flush()
     os._exit(1)

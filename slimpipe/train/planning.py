@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
 from slimpipe.plan.hardware import load_hardware
 from slimpipe.schedule import (
+    Costs,
     Exchange,
+    Gatherings,
     Peaks,
     Plan,
+    Timeline,
+    Together,
     Work,
     add_exchange,
     add_vocabulary,
@@ -24,12 +28,17 @@ from slimpipe.schedule import (
     if_shorter,
     least_send_window,
     lower,
+    output_layer_costs,
+    place_layers,
     replay_in_order,
+    simulate,
     sliced_work,
 )
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
+
+_MOST_ACTIONS: Final = 500_000
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,27 @@ def _exchange(config: Config, plan: Plan, work: Work) -> Exchange | None:
     if mode == "pairwise":  # its loans are the paper's, all or none
         found = if_shorter(plan, found, setting.times, setting.work.costs(), setting.link)
     return found if found.loans else None
+
+
+def on_paper(config: Config, planned: Planned) -> Timeline | None:
+    """The run's step simulated by operations, transfers free, in forwards of a unit; None where the plan is so long
+    that it would take many seconds."""
+    if sum(map(len, planned.plan.ranks)) > _MOST_ACTIONS:
+        return None
+    work, model = _work(config), config.model
+    gemm, attention = layer_flops_per_token(model, config.data.sequence_length)
+    mean = model.layers / config.shape.stages
+    head = 2.0 * model.hidden_size * model.vocab_size / (mean * (gemm + attention))
+    placement = place_layers(model.layers, config.shape.stages, config.pipeline.layers_per_stage)
+    share = [len(layers) / mean for layers in placement]
+    even = work.costs()
+    costs = Costs(
+        lambda stage, unit: share[stage] * even.forward(stage, unit),
+        lambda stage, unit: share[stage] * even.backward(stage, unit),
+        output_layer_costs(head, config.shape.p),
+    )
+    gatherings = None if planned.exchange is None else Gatherings(planned.exchange, Together(work))
+    return simulate(planned.plan, costs, gatherings=gatherings)
 
 
 def _work(config: Config) -> Work:

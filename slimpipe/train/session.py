@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,18 @@ from torch import Tensor, nn
 from slimpipe.kernels.attention import select_backend
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
-from slimpipe.parallel.gradients import GradientBuffer, clip, global_norm, sum_over, sum_tied
+from slimpipe.parallel.gradients import (
+    BadGradients,
+    GradientBuffer,
+    bad_gradients,
+    clip,
+    norm_and_loss,
+    sum_over,
+    sum_tied,
+)
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
+from slimpipe.plan.memory import output_chunk
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
@@ -32,7 +40,8 @@ from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.evaluation import Evaluation
-from slimpipe.train.planning import make_plan
+from slimpipe.train.nonfinite import BadStep, refusal
+from slimpipe.train.planning import Planned, make_plan
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -48,6 +57,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     seconds: float
+    """The slowest rank's."""
     waits: dict[str, float]
     """Measured share of the step spent waiting, by what waits: a kind of action (F, B, S, ...) for what it consumes, or
     the exchange within it; averaged over ranks."""
@@ -56,6 +66,10 @@ class StepMetrics:
     bubble_by_rank: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
     """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
+    busy_seconds: tuple[float, ...]
+    """By pipeline rank: what its compute took."""
+    bad: BadStep | None = None
+    """Of a step whose update was left out, as `train.on_nonfinite: skip` asks for."""
     exchange: ExchangeMetrics | None = None
 
 
@@ -96,7 +110,7 @@ class Session:
 
     With no process group it is a whole run of one rank. `transport` and `collectives` replace the distributed ones
     (tests); `rank` then says which pipeline rank this is, and what needs a group (norms, tied weights, metrics) is
-    the caller's.
+    the caller's. `planned`: what `make_plan` gives for `config`, where it has been made already.
     """
 
     def __init__(
@@ -109,6 +123,7 @@ class Session:
         collectives: Collectives | None = None,
         exchange_traffic: ExchangeTraffic | None = None,
         rank: int | None = None,
+        planned: Planned | None = None,
     ) -> None:
         self.config, self.shape, self.trace = config, config.shape, trace
         self.carrier = carrier or Carrier(torch.device("cpu"))
@@ -118,7 +133,7 @@ class Session:
         self.mesh = build_mesh(config, self.carrier) if transport is None else None
         self.group = None if self.mesh is None else self.mesh.get_group("pp")
         self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
-        self.planned = make_plan(config, self.progress.now)
+        self.planned = planned if planned is not None else make_plan(config, self.progress.now)
         self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
@@ -126,6 +141,7 @@ class Session:
         model = build_model(config)
         # Asked before the stages are cut out: those take their own parameters off the whole model.
         self._tied = None if config.vocab_parallel else _tied_name(model)
+        self._names = tuple(parameter_names(model).values())
         values: Any = {
             "std": config.model.init_std,
             "seed": config.train.seed,
@@ -158,7 +174,8 @@ class Session:
         self.clock = make_clock(self.device)
         self.slice_tokens = config.data.sequence_length // self.shape.n
         loss = Loss(config.train.z_loss, config.train.label_smoothing)
-        self.ce_chunk = config.train.ce_chunk or self._choose_ce_chunk()
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        self.ce_chunk = output_chunk(config, free)
         vocabulary = None
         if shards is not None:
             traffic = collectives if collectives is not None else self._make_collectives()
@@ -263,21 +280,26 @@ class Session:
         """
         return self.evaluation.token_losses(tokens, labels)
 
-    def train_step(self, tokens: Tensor, labels: Tensor) -> StepMetrics:
-        """One optimizer step on one global batch; arguments as for `step_gradients`."""
+    def train_step(self, tokens: Tensor, labels: Tensor, places: Sequence[object] = ()) -> StepMetrics:
+        """One optimizer step on one global batch; arguments as for `step_gradients`. `places[i]`: where sequence i was
+        taken from, for messages.
+
+        Where loss or gradient norm is not finite, weights and optimizer stay as they were, to the bit. Raises
+        NonFinite then, on every rank, unless `train.on_nonfinite` is skip.
+        """
         optimizer, clip_at = self.optimizer, self.config.optim.grad_clip
         self.clock.start()  # after the optimizer: making it is no part of the first step
         loss = self._run(tokens, labels)
         self.progress.now("gradient norm")
-        norm = global_norm(self._counted_once(), self.group, self.carrier)
+        norm, loss = norm_and_loss(self._counted_once(), loss, self.group, self.carrier)
+        skip = (~(norm.isfinite() & loss.isfinite())).float()
         self.progress.now("optimizer")
         rate = learning_rate(self.config, self.steps_done)
         self.before_update()
         with self.clock.busy("optimizer"):
             if clip_at is not None:
                 clip(self.gradient_buffer.buffer, norm, clip_at)
-            optimizer.step(rate)
-        self.steps_done += 1
+            optimizer.step(rate, skip)
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
@@ -290,12 +312,10 @@ class Session:
         exchanged = self._exchanged(time)
         rows = self._gather(torch.tensor([*exchanged, *mine], dtype=torch.float64, device=self.carrier.memory))
         exchanges, rows = rows[:, : len(exchanged)], rows[:, len(exchanged) :]
-        loss = sum_over(loss, self.group, self.carrier)
-        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
-            raise FloatingPointError(
-                f"step {self.steps_done}: loss {float(loss)}, gradient norm {float(norm)}: training has diverged, or "
-                "its data is bad; lower optim.lr, or look at the batch"
-            )
+        bad = self._bad_step(float(loss), float(norm), tokens, labels, places) if float(skip) else None
+        if bad is not None and self.config.train.on_nonfinite == "stop":
+            raise refusal(bad)
+        self.steps_done += 1
         return StepMetrics(
             loss=float(loss),
             grad_norm=float(norm),
@@ -305,6 +325,8 @@ class Session:
             bubble=float(rows[:, 1].mean()),
             bubble_by_rank=tuple(rows[:, 1].tolist()),
             peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
+            busy_seconds=tuple((rows[:, 0] * (1 - rows[:, 1])).tolist()),
+            bad=bad,
             exchange=ExchangeMetrics.of(exchanges) if exchanged else None,
         )
 
@@ -321,6 +343,23 @@ class Session:
         exposed, under_way = (sum(found.get(kind, 0.0) for kind in kinds) for found in (time.waits, time.under_way))
         moved = loans.moved
         return [exposed, under_way, len(slots), max(slots, default=0.0), moved.sent, moved.received]
+
+    def _bad_step(self, loss: float, norm: float, tokens: Tensor, labels: Tensor, places: Sequence[object]) -> BadStep:
+        """Looks for where a step went wrong: the gradients of every rank, and the batch again, forward only."""
+        self.progress.now("search for the first bad parameter")
+        order = {name: place for place, name in enumerate(self._names)}
+        mine = bad_gradients(self.gradients(), order)
+        rows = self._gather(
+            torch.tensor([mine.last, mine.values, mine.parameters], dtype=torch.float64, device=self.carrier.memory)
+        )
+        found = [BadGradients(*row) for row in rows.long().tolist()]
+        again = self.token_losses(tokens, labels)
+        where = None
+        for sequence, token in (~again.isfinite()).nonzero()[:1].tolist():
+            start = token // self.slice_tokens * self.slice_tokens
+            where = (sequence, start, start + self.slice_tokens - 1)
+        told = tuple(str(place) for place in places) or tuple(f"sequence {i}" for i in range(len(tokens)))
+        return BadStep(self.steps_done + 1, loss, norm, self._names, tuple(found), where, told)
 
     def _run(self, tokens: Tensor, labels: Tensor) -> Tensor:
         valid = int((labels != IGNORE).sum())
@@ -381,20 +420,6 @@ class Session:
     def _make_collectives(self) -> DistributedCollectives:
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return DistributedCollectives(ranks, self.rank, self.carrier)
-
-    def _choose_ce_chunk(self) -> int:
-        """Tokens a chunk of the output layer: a slice's, halved until a chunk takes a fiftieth of the free memory.
-
-        A token costs its logits in the compute dtype and, at worst, twice in fp32.
-        """
-        chunk = self.slice_tokens * self.config.train.micro_batch
-        if self.device.type != "cuda":
-            return min(chunk, 1024)
-        columns = -(-self.config.model.vocab_size // (self.shape.p if self.config.vocab_parallel else 1))
-        free, _ = torch.cuda.mem_get_info(self.device)
-        while chunk > 256 and chunk % 2 == 0 and chunk * 10 * columns > free // 50:
-            chunk //= 2
-        return chunk
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""

@@ -55,6 +55,21 @@ def test_a_rank_that_raises_is_named_with_its_action_and_traceback(small: list[s
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)", cause), error
 
 
+def test_a_step_that_is_not_finite_stops_the_job_with_one_line(small: list[str], tmp_path: Path) -> None:
+    """NaN from a block of rank 1: rank 0 tells it, for all; the batch run again is finite, for it was not to blame."""
+    failed = train("poison", small, tmp_path / "run")
+    assert_failed_in_the_second_step(failed)
+    error = failed.finished.err
+    (line,) = [line for line in error.splitlines() if line.startswith("step ")]
+    assert line.startswith("step 2: loss nan, gradient norm nan; first bad parameter as the backward goes: "), line
+    place = r"\S+/text\.py, tokens \d+ to \d+, epoch 0"
+    assert re.search(rf", ranks 0, 1\); run again, its batch has finite losses \({place}; {place}\)\. Weights", line), (
+        line
+    )
+    # It is not buried under where the ranks were; torchrun's own stack is all there is.
+    assert "slimpipe/train" not in error and "NonFinite" not in error, error
+
+
 @pytest.mark.parametrize("exchange", ["off", "balanced"])
 def test_a_killed_rank_takes_the_job_down_with_a_clear_message(exchange: str, small: list[str], tmp_path: Path) -> None:
     """With exchange the rank dies between two layers, where the other waits for what it lent to it."""

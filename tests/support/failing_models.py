@@ -13,7 +13,8 @@ from slimpipe.models.contract import Slice
 from slimpipe.models.llama import Block, Llama
 
 MISBEHAVIOUR = "SLIMPIPE_TEST_MISBEHAVIOUR"
-"""`raise 6 2 3`: in layer 6 at its third visit to slice 2, raise. Also `die`: SIGKILL itself; and `sleep`: for ever."""
+"""`raise 6 2 3`: in layer 6 at its third visit to slice 2, raise. Also `die`: SIGKILL itself; `sleep`: for ever; and
+`poison`: give NaN, that once."""
 
 
 class Misbehaving(Llama):
@@ -36,6 +37,8 @@ class MisbehavingBlock(Block):
         if self.what is not None and int(slice.positions[0]) == self.slice * self.slice_tokens:
             self.visits -= 1
             if self.visits == 0:
+                if self.what == "poison":
+                    return super().forward(x, slice) * float("nan")
                 misbehave(self.what)
         return super().forward(x, slice)
 

@@ -1,0 +1,185 @@
+"""The memory of each pipeline rank, predicted term by term before anything is allocated.
+
+Eq. 1 of the SlimPipe paper counts `activations` and `KV slots` together; the others are what it leaves out (FACTS.md
+section 1). Sizes are those of a Llama's layers; a model of one's own is taken for one of the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from slimpipe.plan.hardware import loan_bytes
+from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token
+from slimpipe.schedule import Exchange, Op, Peaks, Plan, buffer_bytes, peak_held
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+KNOBS: Final = {
+    "weights": "raise parallel.pp",
+    "fp32 gradients": "raise parallel.pp",
+    "optimizer": "raise parallel.pp",
+    "activations": "raise pipeline.slices or parallel.pp",
+    "KV slots": "raise parallel.pp, or lower data.sequence_length",
+    "dK, dV": "raise parallel.pp, or lower data.sequence_length",
+    "output layer": "lower train.ce_chunk",
+    "transfers": "raise pipeline.slices",
+    "loan buffers": "set pipeline.exchange: off, or raise pipeline.slices",
+    "working set": "raise pipeline.slices",
+}
+"""What to change where a term is too large."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank by term, in the order of KNOBS."""
+
+    terms: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def remedy(self) -> str:
+        """The largest term and its knob."""
+        term = max(self.terms, key=lambda name: self.terms[name])
+        return f"{term} take the most: {KNOBS[term]}"
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """Predicts every rank of a lowered and checked plan.
+
+    `placement[g]`: stage g's layers. `parameters[r]`: how many numbers rank r trains. `ce_chunk`: tokens a chunk of the
+    output layer. `send_window`: sends that a link may have under way. `fused`: on a GPU chains of elementwise
+    operations are one kernel and make no temporaries in fp32.
+    """
+
+    config: Config
+    plan: Plan
+    peaks: Peaks
+    exchange: Exchange | None
+    placement: Sequence[range]
+    parameters: Sequence[int]
+    ce_chunk: int
+    send_window: int
+    fused: bool
+
+    @cached_property
+    def ranks(self) -> tuple[Footprint, ...]:
+        loans = (0,) * self.plan.shape.p
+        if self.exchange is not None:
+            sizes = loan_bytes(self.config.model, self._slice, self.config.train.micro_batch, self._element)
+            loans = buffer_bytes(self.exchange, sizes)
+        return tuple(Footprint(self._terms(rank, loans[rank])) for rank in range(self.plan.shape.p))
+
+    def _terms(self, rank: int, loans: int) -> dict[str, int]:
+        parameters, kept = self.parameters[rank], self._kept_by_layer
+        # Masters where weights are rounded, and two moments.
+        optimizer = (8 if self._element == 4 else 12) * parameters
+        return {
+            "weights": self._element * parameters,
+            "fp32 gradients": 4 * parameters,
+            "optimizer": optimizer,
+            "activations": self._activations(rank, sum(kept.values()) - kept["k, v"]),
+            "KV slots": sum(slots * layers * self._tokens * kept["k, v"] for slots, layers in self._slots(rank)),
+            "dK, dV": sum(
+                kv_gradient_bytes(self.config.model, self.plan.shape, slots, layers, self._tokens * self.plan.shape.n)
+                for slots, layers in self._slots(rank)
+            ),
+            "output layer": self._output_layer(rank),
+            "transfers": self._transfers(rank),
+            "loan buffers": loans,
+            "working set": self._working_set(rank),
+        }
+
+    @property
+    def _element(self) -> int:
+        return 2 if self.config.train.dtype == "bfloat16" else 4
+
+    @property
+    def _slice(self) -> int:
+        return self.config.data.sequence_length // self.plan.shape.n
+
+    @property
+    def _tokens(self) -> int:
+        """Of one unit, over its sequences."""
+        return self._slice * self.config.train.micro_batch
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of one unit's hidden states."""
+        return self._tokens * self.config.model.hidden_size * self._element
+
+    @cached_property
+    def _kept_by_layer(self) -> dict[str, int]:
+        return layer_bytes_per_token(self.config.model, self.config.memory.recompute, self._element)
+
+    def _layers(self, rank: int, chunk: int) -> int:
+        return len(self.placement[self.plan.shape.stage(rank, chunk)])
+
+    def _slots(self, rank: int) -> list[tuple[int, int]]:
+        """(slots, layers) of each chunk."""
+        return [(slots, self._layers(rank, chunk)) for chunk, slots in enumerate(self.peaks.kv_slots[rank])]
+
+    def _activations(self, rank: int, layer: int) -> int:
+        """The most that units in flight keep at once; `layer` bytes a token and layer outside the slots. A unit's
+        layers share one rotary table, two fp32 halves of a head a position."""
+        rotary = 4 * self.config.model.head_dim * self._slice
+        now = most = 0
+        for action in self.plan.compute(rank):
+            unit = self._layers(rank, action.unit.chunk) * layer * self._tokens + rotary
+            if action.op is Op.FORWARD:
+                now += unit
+                most = max(most, now)
+            else:
+                now -= unit
+        return most
+
+    def _output_layer(self, rank: int) -> int:
+        """Logits, their temporaries, and hidden-sized tensors that wait before and behind it."""
+        shape, vocabulary = self.plan.shape, self.config.model.vocab_size
+        temporaries = 0 if self.fused else 8
+        if not self.config.vocab_parallel:
+            if rank != shape.p - 1:
+                return 0
+            # A unit keeps the final norm's input and the output's gradient.
+            waiting = 2 * self.peaks.kv_slots[rank][-1] * self._hidden
+            return waiting + self.ce_chunk * vocabulary * (self._element + temporaries)
+        columns, actions = -(-vocabulary // shape.p), self.plan.ranks[rank]
+        found = self.peaks.logits[rank] * self._tokens * columns * self._element
+        found += self.ce_chunk * columns * temporaries
+        found += peak_held(actions, Op.HIDDEN, Op.GRADIENT) * self._hidden
+        # The part of the hidden states' gradient that T makes is fp32.
+        found += 2 * self._hidden * 4 // self._element
+        if rank == shape.p - 1:
+            found += peak_held(actions, Op.GRADIENT, Op.BACKWARD) * self._hidden * 4 // self._element
+            found += self.peaks.kv_slots[rank][-1] * self._hidden
+        if rank == 0:
+            found += peak_held(actions, Op.EMBED, Op.FORWARD) * self._hidden
+        return found + peak_held(actions, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD) * self._hidden
+
+    def _transfers(self, rank: int) -> int:
+        """Hidden-sized tensors: receives posted and not yet used, and sends that may be under way on each link."""
+        actions = self.plan.ranks[rank]
+        received = peak_held(actions, Op.RECV_FORWARD, Op.FORWARD) + peak_held(actions, Op.RECV_BACKWARD, Op.BACKWARD)
+        links = {(action.op, action.peer) for action in actions if action.op.is_send}
+        return (received + self.send_window * len(links)) * self._hidden
+
+    def _working_set(self, rank: int) -> int:
+        """What one block's backward needs beside what is kept: what it makes again, and the larger of its two halves.
+
+        MLP: the product made again and its gradient, that of gate and up, a hidden-sized input and gradient. Attention:
+        gradients of q, of the output and two parts of dq; those of the longest past's keys and values.
+        """
+        model, shape = self.config.model, self.plan.shape
+        q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        mlp = self._tokens * (4 * model.intermediate_size + 3 * model.hidden_size)
+        attention = self._tokens * 5 * q_width + 2 * (shape.n - 1) * self._tokens * kv_width
+        kept = sum(self._kept_by_layer.values())
+        again = max(0, sum(layer_bytes_per_token(model, "norms", self._element).values()) - kept) * self._tokens
+        return again + self._element * max(mlp, attention)

@@ -1,0 +1,114 @@
+"""A run before it starts: who holds what, how much memory it takes, how its step goes on paper."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slimpipe.models.contract import build_model
+from slimpipe.plan.footprint import Footprint, Footprints
+from slimpipe.plan.memory import output_chunk
+from slimpipe.schedule import Shape, Timeline, place_layers
+from slimpipe.train.planning import Planned, on_paper
+from slimpipe.train.session import DTYPES
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run before it starts. `device`: of this process."""
+
+    config: Config
+    planned: Planned
+    device: torch.device
+
+    @cached_property
+    def placement(self) -> tuple[range, ...]:
+        config = self.config
+        return place_layers(config.model.layers, config.shape.stages, config.pipeline.layers_per_stage)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """On the meta device."""
+        return build_model(self.config)
+
+    @cached_property
+    def parameters(self) -> list[int]:
+        """Numbers that each rank trains."""
+        return rank_parameters(self.model, self.placement, self.config.shape, self.config.vocab_parallel)
+
+    @cached_property
+    def device_bytes(self) -> int | None:
+        """Of the device's memory; None for the CPU, whose ranks share the machine's with all else."""
+        if self.device.type != "cuda":
+            return None
+        total: int = torch.cuda.get_device_properties(self.device).total_memory
+        return total
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens a chunk of the output layer, as it will be chosen when weights and gradients have their memory."""
+        if self.device_bytes is None:
+            return output_chunk(self.config, None)
+        element = DTYPES[self.config.train.dtype].itemsize
+        return output_chunk(self.config, self.device_bytes - max(self.parameters) * (element + 4))
+
+    @cached_property
+    def memory(self) -> tuple[Footprint, ...]:
+        """By rank."""
+        planned = self.planned
+        return Footprints(
+            self.config,
+            planned.plan,
+            planned.peaks,
+            planned.exchange,
+            self.placement,
+            self.parameters,
+            self.chunk,
+            planned.send_window,
+            fused=self.device.type == "cuda" and importlib.util.find_spec("triton") is not None,
+        ).ranks
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        return on_paper(self.config, self.planned)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Each rank's compute in a step, in forwards of a unit: by the simulator, else by its layers."""
+        if self.timeline is not None:
+            return tuple(self.timeline.makespan - idle for idle in self.timeline.idle)
+        shape = self.config.shape
+        return tuple(
+            float(sum(len(self.placement[shape.stage(rank, chunk)]) for chunk in range(shape.v)))
+            for rank in range(shape.p)
+        )
+
+
+def rank_parameters(model: nn.Module, placement: Sequence[range], shape: Shape, vocabulary: bool) -> list[int]:
+    """Numbers that each pipeline rank trains; `vocabulary`: the two tables are cut into equal, padded rows."""
+    embedding, head = model.embedding, model.head
+    layers: Any = model.layers
+    tables: set[Any] = {embedding.weight, head.weight}  # type: ignore[union-attr]
+    counts = []
+    for rank in range(shape.p):
+        held: set[nn.Parameter] = set()
+        for chunk in range(shape.v):
+            stage = shape.stage(rank, chunk)
+            ends = [*([embedding] if stage == 0 else []), *([head] if stage == shape.stages - 1 else [])]
+            for module in (*(layers[layer] for layer in placement[stage]), *ends):
+                held |= set(module.parameters())
+        rows = 0
+        if vocabulary:
+            held -= tables
+            rows = sum(-(-table.shape[0] // shape.p) * table.shape[1] for table in tables)
+        counts.append(sum(parameter.numel() for parameter in held) + rows)
+    return counts

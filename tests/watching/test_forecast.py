@@ -1,0 +1,255 @@
+"""The memory model and the lines before the first step: against measured peaks, a session's own tensors, and counts by
+hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slimpipe.config import Config
+from slimpipe.plan.footprint import KNOBS, Footprint
+from slimpipe.plan.memory import output_chunk
+from slimpipe.plan.peaks import peak_tflops
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
+from slimpipe.train.session import Session
+from slimpipe.train.startup import describe, remedy
+from tests.numerics.harness import S, batch_of, case, config_of
+from tests.support.cover import Case
+from tests.support.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def settings(row: dict[str, Any], ranks: int, layers: int) -> Config:
+    """The model and the layout of a row of benchmarks/results/pipeline.jsonl."""
+    model = {"layers": layers, "hidden_size": 4096, "heads": 32, "kv_heads": 8, "intermediate_size": 14336}
+    train = {"steps": 1, "output": "unused", "global_batch": row["m"], "dtype": "bfloat16", "device": "cuda"}
+    return Config.from_dict(
+        {
+            "model": {**model, "vocab_size": 128256},
+            "parallel": {"pp": ranks},
+            "pipeline": {"slices": row["n"], "virtual_stages": row["v"], "vocab_parallel": row["vocab"]},
+            "memory": {"recompute": row["recompute"]},
+            "data": {"corpus": "unused", "sequence_length": row["length"]},
+            "train": train,
+        }
+    )
+
+
+def forecast(config: Config) -> Forecast:
+    return Forecast(config, make_plan(config), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class OnGpu(Forecast):
+    """A forecast for an H200 that is not here, of a given chunk of the output layer."""
+
+    device_bytes = 143_771 * 2**20
+    chunk = 2048
+
+
+def on_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # triton: a GPU's chains are one kernel
+    monkeypatch.setattr("slimpipe.train.startup.select_backend", lambda *_: SimpleNamespace(name="cudnn"))
+    return OnGpu(config, make_plan(config), SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+
+
+# ---- against measurements ----
+
+MEASURED = [
+    row
+    for line in (ROOT / "benchmarks/results/pipeline.jsonl").read_text(encoding="utf-8").splitlines()
+    if (row := json.loads(line))["layers"] == 16 and "by_rank" in row
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=[row["case"] for row in MEASURED])
+def test_peaks_measured_on_two_h200(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """4.5 B parameters in bf16, the whole step: what each rank holds all the time to 0.2 %, its peak to 1 %."""
+    run = on_gpu(settings(row, ranks=2, layers=16), monkeypatch)
+    run.__dict__["chunk"] = row["ce_chunk"]
+    for predicted, measured in zip(run.memory, row["by_rank"], strict=True):
+        held = ("weights", "fp32 gradients", "optimizer", "KV slots", "dK, dV")
+        assert sum(predicted.terms[term] for term in held) / GIB == pytest.approx(measured["held_gib"], rel=2e-3)
+        assert predicted.total / GIB == pytest.approx(measured["peak_gib"], rel=0.01)
+
+
+# ---- against a session's own tensors ----
+
+
+def held(rank: int, world: int, shape: Case) -> dict[str, int]:
+    """Bytes of what a session of this rank has allocated, by the tensors themselves, after a step."""
+    session = Session(config_of(shape))
+    session.train_step(*batch_of(shape))
+    slots = [layer for chunk in session.engine.layer_slots for layer in chunk.values()]
+
+    def size(tensors: Any) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+    return {
+        "weights": size(session.parameters.values()),
+        "fp32 gradients": size(session.gradient_buffer.views().values()),
+        "optimizer": size(session.optimizer.state().values()),
+        "KV slots": size(tensor for layer in slots for tensor in (layer.k, layer.v)),
+        "dK, dV": size(tensor for layer in slots for tensor in (layer.dk, layer.dv)),
+    }
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        case(pp=2, v=2, n=4, m=2, layers="uneven", micro_batch=2, qk_norm=True),
+        case(pp=2, n=4, m=3, vocab_parallel=True),
+        case(pp=2, n=1, m=2, tied=True, kv="mha"),
+    ],
+    ids=["chunks", "vocabulary", "tied, whole sequences"],
+)
+def test_what_a_session_holds_all_the_time(shape: Case, pool: Callable[[int], Pool]) -> None:
+    """To the byte, rank by rank: weights, gradients, moments, slots and their gradients."""
+    for predicted, found in zip(forecast(config_of(shape)).memory, pool(2).run(held, shape), strict=True):
+        assert {term: predicted.terms[term] for term in found} == found
+
+
+# ---- against counts by hand ----
+
+
+def test_activations_of_unequal_chunks() -> None:
+    """7 layers as 2, 2, 2, 1 over p 2, v 2: rank 1 has chunks of 2 and 1 layers. With n 4, m 1 it holds all of its 8
+    units at once: 4 of each chunk."""
+    config = config_of(case(pp=2, v=2, n=4, m=1, layers="uneven"))
+    terms = forecast(config).memory[1].terms
+    # fp32, a token and layer: input 32, q 32, attention output 32 and residual 32, log-sum-exp 4 heads, gate and up 96,
+    # norm outputs 64, product 48, two norms' statistics.
+    layer = 4 * (32 + 32 + 32 + 32 + 4 + 96 + 64 + 48 + 2)
+    rotary = 4 * 8  # cosine and sine of half a head each
+    assert terms["activations"] == 16 * (4 * 2 * layer + 4 * 1 * layer + 8 * rotary)
+    # 4 slots a chunk, of 2 KV heads of 8.
+    assert terms["KV slots"] == 16 * 4 * (2 + 1) * 2 * 2 * 8 * 4 == terms["dK, dV"]
+
+
+def test_transfers_and_output_layer() -> None:
+    """p 2, n 4, m 2, whole vocabulary: rank 1 receives forwards and sends backwards, hidden tensors of 16 tokens."""
+    run = forecast(config_of(case(pp=2, n=4, m=2)))
+    hidden = 16 * 32 * 4
+    posted = 3  # two ahead of the one in use
+    assert run.memory[1].terms["transfers"] == (posted + 2) * hidden
+    assert run.memory[0].terms["output layer"] == 0
+    # Norm inputs and gradients of rank 1's four slices in flight; a chunk of 48 tokens' logits, fp32 and two more.
+    assert run.memory[1].terms["output layer"] == 2 * 4 * hidden + 48 * 61 * (4 + 8)
+
+
+def test_loan_buffers_only_with_loans() -> None:
+    off, on = (forecast(config_of(case(pp=2, n=8, m=2, exchange=mode, granule=4))) for mode in ("off", "balanced"))
+    assert {rank.terms["loan buffers"] for rank in off.memory} == {0}
+    # One helped slot at least: keys and values of a granule, a query there and an output with its LSE back.
+    assert max(rank.terms["loan buffers"] for rank in on.memory) > 4 * (2 * 4 * 16 + 8 * 32)
+
+
+@pytest.mark.parametrize("recompute", ["norms", "mlp", "all_but_attention", "full"])
+def test_recomputation_moves_activations_into_one_blocks_working_set(recompute: str) -> None:
+    none, less = (forecast(config_of(case(n=4, m=2, recompute=mode))).memory[0].terms for mode in ("none", recompute))
+    assert less["activations"] < none["activations"] and less["working set"] >= none["working set"]
+    assert {term for term in KNOBS if less[term] != none[term]} <= {"activations", "working set"}
+
+
+def test_a_chunk_of_the_output_layer() -> None:
+    """A fiftieth of what is free: 61 columns at 10 bytes."""
+    plain = config_of(case(n=1, m=1, micro_batch=16))
+    config = plain.model_copy(update={"train": plain.train.model_copy(update={"ce_chunk": None})})
+    tokens = 16 * S
+    assert output_chunk(plain, 1) == 48
+    assert output_chunk(config, None) == tokens == 1024
+    assert output_chunk(config, tokens * 610 * 50) == tokens and output_chunk(config, tokens * 610 * 50 - 50) == 512
+    assert output_chunk(config, 0) == 256
+
+
+# ---- what is shown ----
+
+
+def test_the_lines_before_the_first_step() -> None:
+    lines = describe(forecast(config_of(case(pp=2, v=2, n=4, m=2)))).splitlines()
+    assert lines[0] == (
+        "slimpipe: slimpipe, pp 2, virtual stages 2, slices 4, microbatches 2; cpu, float32, attention plain"
+    )
+    assert lines[1] == "layers by stage: [2, 2, 2, 2]"
+    assert lines[2] == "vocabulary whole, 48 tokens a chunk; exchange off; recompute none; swap off"
+    assert lines[3].startswith("tokens a step: 128, 16 a slice; parameters: ")
+    assert lines[4] == "memory by rank as predicted, in MiB:"
+    assert lines[5].split()[:3] == ["rank", "holds", "weights"] and lines[5].endswith("total")
+    assert "embedding, 0-1, 4-5" in lines[6] and "2-3, 6-7, head" in lines[7]
+    assert "loan buffers" not in lines[5]
+    # Between p - 1 = 1 of m n v + p - 1 = 17 slots.
+    assert "5.9% if slices were equal; 32 units a step" in lines[8]
+    assert lines[9] == "schedule: units in flight by rank 10, 8; KV slots by rank and chunk 6 + 4, 6 + 4"
+
+
+@pytest.mark.parametrize(("layers", "uneven"), [(6, False), (7, True)])
+def test_uneven_placement_is_said(layers: int, uneven: bool) -> None:
+    said = describe(forecast(config_of(case(v=2, n=2), model={"layers": layers})))
+    assert f"layers by stage: {[4, 3] if uneven else [3, 3]}" in said
+    assert ("uneven: the layers do not divide by the stages" in said) == uneven
+
+
+def big(length: int, recompute: str) -> Config:
+    row = {"n": 16, "v": 1, "vocab": True, "length": length, "recompute": recompute, "m": 2}
+    return settings(row, ranks=2, layers=16)
+
+
+def test_a_run_that_does_not_fit_is_told_with_the_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = [
+        line
+        for line in describe(on_gpu(big(131072, "none"), monkeypatch)).splitlines()
+        if "memory of the device" in line
+    ]
+    assert line.startswith("warning: memory of the device: 140.4 GiB; rank 0 is predicted to use 1")
+    assert line.endswith(
+        "%, which does not fit. activations take the most: set memory.recompute: norms, or raise pipeline.slices or "
+        "parallel.pp"
+    )
+
+
+def test_a_run_that_fits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = describe(on_gpu(big(65536, "norms"), monkeypatch))
+    assert "\nmemory of the device: 140.4 GiB; rank 0 is predicted to use 68%\n" in said and "warning" not in said
+
+
+def test_every_term_has_a_knob() -> None:
+    run = forecast(config_of(case(pp=2, n=4, m=2, recompute="full")))
+    assert list(run.memory[0].terms) == list(KNOBS)
+    for term, knob in KNOBS.items():
+        assert remedy(run, Footprint({name: int(name == term) for name in KNOBS})) == f"{term} take the most: {knob}"
+
+
+def test_of_many_ranks_the_ends_and_the_fullest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"n": 16, "v": 1, "vocab": True, "length": 65536, "recompute": "none", "m": 1}
+    run = on_gpu(settings(row, ranks=32, layers=64), monkeypatch)
+    lines = describe(run).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert rows == ["rank", *map(str, range(8)), "...", *map(str, range(25, 32))]
+    assert "units in flight by rank 16, 16, ..., 16, 16;" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.0),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA RTX A4000", "bfloat16", None),
+        ("NVIDIA L40", "bfloat16", 181.0),
+        ("NVIDIA H200", "float32", None),
+        ("cpu", "bfloat16", None),
+    ],
+)
+def test_peaks_of_devices(device: str, dtype: str, peak: float | None) -> None:
+    assert peak_tflops(device, dtype) == peak

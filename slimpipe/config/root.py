@@ -110,6 +110,12 @@ class Config(BaseModel):
                 f"its passes need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to false, "
                 "or pipeline.schedule to slimpipe",
             )
+        data = self.data
+        if train.eval_every is not None and not (data.eval_share or data.eval_corpus or data.eval_blend):
+            yield train.problem(
+                "eval_every",
+                "no data is kept for evaluation; set data.eval_share (0.01, say), data.eval_corpus or data.eval_blend",
+            )
         lot = self.parallel.dp * train.micro_batch
         if train.global_batch % lot:
             up = -(-train.global_batch // lot) * lot

@@ -13,6 +13,7 @@ from slimpipe.config.section import Planned, Refused, Section
 from slimpipe.config.yaml_text import shown
 
 _PLAIN = "sliced attention needs plain causal attention over one document a row"
+_OR_NEVER = "a whole number >= 0 or null"
 
 
 # Defaults that follow from other keys read these with `get`: some versions of pydantic compute a default even where a
@@ -374,6 +375,16 @@ class TrainConfig(Section):
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Share of each target that is spread over the whole vocabulary."
+    )
+
+    eval_every: Annotated[PositiveInt | None, Allowed(_OR_NEVER), BeforeValidator(_zero_is_null)] = Field(
+        default=None,
+        description="Steps between evaluations on the data kept for them (`data.eval_share` and the like), and one "
+        "after the last step; 0 or null: none.",
+    )
+    eval_batches: PositiveInt = Field(
+        default=8,
+        description="Batches of `global_batch` sequences an evaluation, the same ones each time.",
     )
 
     def problems(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ gradients, optimizer, random numbers. (What lies in the KV slots between two ste
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +36,14 @@ class EvaluationMetrics:
     tokens: int
     batches: int
     seconds: float
+
+    def row(self) -> dict[str, float]:
+        """As `metrics.jsonl` has it, beside the step."""
+        return {"eval_loss": self.loss, "eval_tokens": self.tokens, "eval_seconds": self.seconds}
+
+    def __str__(self) -> str:
+        took = f"{self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s"
+        return f"evaluation loss {self.loss:.4f} over {self.tokens:,} tokens ({took})"
 
 
 class Evaluation:
@@ -81,14 +89,19 @@ class Evaluation:
         """Most KV slots in use in the last batch, counted, by chunk."""
         return tuple(counter.peak for counter in self.engine.kv_slots)
 
-    def run(self, batches: Iterable[tuple[Tensor, Tensor]]) -> EvaluationMetrics:
+    def run(
+        self, batches: Iterable[tuple[Tensor, Tensor]], cut_short: Callable[[], bool] = lambda: False
+    ) -> EvaluationMetrics | None:
         """The mean loss over (tokens, labels) batches, each as `Session.step_gradients` takes it.
 
-        Raises ValueError where there is no valid token in any.
+        `cut_short`, the same on all ranks, is asked before each batch; None where it has said yes. Raises ValueError
+        where there is no valid token in any batch.
         """
         started = time.perf_counter()
         total, valid, count = torch.zeros((), dtype=torch.float64, device=self._session.device), 0, 0
         for tokens, labels in batches:
+            if cut_short():
+                return None
             total += self._losses(tokens, labels).sum(dtype=torch.float64)
             valid += int((labels != IGNORE).sum())
             count += 1

@@ -28,6 +28,7 @@ from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train.checkpoint import CheckpointError
 from slimpipe.train.checkpoint.folders import home
 from slimpipe.train.forecast import Forecast
+from slimpipe.train.held_out import HeldOut
 from slimpipe.train.nonfinite import NonFinite
 from slimpipe.train.planning import make_plan
 from slimpipe.train.resume import refuse_changes
@@ -55,6 +56,7 @@ def train(config: Config) -> None:
     refuse_changes(config)
     data = open_data(config.data, config.model.vocab_size, config.train.seed, _leads())
     loader = Loader(data.train, config.train.global_batch)
+    held_out = HeldOut(config, data.evaluation)
     prepare_process(config)
     claim = _claim(Path(config.train.output)) if _leads() else None
 
@@ -62,7 +64,7 @@ def train(config: Config) -> None:
     processes = start_processes(config)
     try:
         with stop:
-            _run(config, data, loader, processes, progress, stop)
+            _run(config, data, loader, held_out, processes, progress, stop)
     except BaseException as error:
         if processes.world == 1:
             raise
@@ -74,7 +76,15 @@ def train(config: Config) -> None:
         dist.destroy_process_group()
 
 
-def _run(config: Config, data: RunData, loader: Loader, processes: Processes, progress: Progress, stop: Stop) -> None:
+def _run(
+    config: Config,
+    data: RunData,
+    loader: Loader,
+    held_out: HeldOut,
+    processes: Processes,
+    progress: Progress,
+    stop: Stop,
+) -> None:
     _agree(config, data.fingerprint, processes)
     saving = Saving(config, progress, stop, lambda line: print(line, flush=True))
     if saving.nothing_left:
@@ -98,7 +108,7 @@ def _run(config: Config, data: RunData, loader: Loader, processes: Processes, pr
             print(describe(forecast), flush=True)
         session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
         saving.start(session, loader)
-        _steps(config, session, forecast, data, loader, saving, processes.rank == 0)
+        _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.
         watchdog.stop()
@@ -110,6 +120,7 @@ def _steps(
     forecast: Forecast,
     data: RunData,
     loader: Loader,
+    held_out: HeldOut,
     saving: Saving,
     lead: bool,
 ) -> None:
@@ -119,6 +130,8 @@ def _steps(
         config.dump_yaml(output / "config.yaml")
         if data.tokenizer is not None:
             data.tokenizer.save(output)
+    if config.train.eval_every is not None:
+        _ = session.evaluation  # what it cannot plan or run shows before the first step
     watching = Watching(config, forecast, lead)
     try:
         goes_on = True
@@ -128,6 +141,9 @@ def _steps(
             session.progress.now("reading data")
             row = session.train_step(*loader.next(), loader.places)
             watching.after(step + 1, row, time.perf_counter() - started)
+            found = session.evaluation.run(held_out.batches(), saving.stopping) if held_out.due(step + 1) else None
+            if found is not None:
+                watching.evaluated(step + 1, found)
             goes_on = saving.after_step()
     finally:
         watching.close()

@@ -96,6 +96,10 @@ class Saving:
             raise failure
         self._session.before_update = self._saver.hold
 
+    def stopping(self) -> bool:
+        """Whether a signal asks the run to save and end; `after_step` is what does it."""
+        return self._stop.agreed(self._peers) is not None
+
     def after_step(self) -> bool:
         """To be called when all else of the step is done and recorded. False: the run ends here, saved."""
         train, step = self._config.train, self._session.steps_done

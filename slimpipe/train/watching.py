@@ -17,6 +17,7 @@ from slimpipe.train.spikes import Spikes
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
+    from slimpipe.train.evaluation import EvaluationMetrics
     from slimpipe.train.forecast import Forecast
     from slimpipe.train.session import StepMetrics
 
@@ -53,6 +54,12 @@ class Watching:
             for note in record.notes:
                 self._display.note(f"step {step}: {note}")
         self._skips.after(metrics.bad)
+
+    def evaluated(self, step: int, found: EvaluationMetrics) -> None:
+        """An evaluation behind step `step`."""
+        if self._metrics is not None:
+            self._metrics.write({"step": step, **found.row()})
+            self._display.note(f"step {step}: {found}")
 
     def close(self) -> None:
         self._display.close()

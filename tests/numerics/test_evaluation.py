@@ -267,16 +267,24 @@ def test_a_models_dropout_is_off_in_evaluation_and_as_before_in_training(pool: C
     assert evaluations[::2] == evaluations[1::2]
 
 
-def test_an_evaluation_of_nothing_is_refused(pool: Callable[[int], Pool]) -> None:
-    (message,) = pool(1).run(evaluate_nothing)
+def test_an_evaluation_of_nothing_is_refused_and_one_cut_short_says_nothing(pool: Callable[[int], Pool]) -> None:
+    ((message, found, asked),) = pool(1).run(evaluate_nothing)
     assert message.startswith("the evaluation's labels are all masked")
+    assert found is None
+    assert asked == [False, True]
 
 
-def evaluate_nothing(rank: int, world: int) -> str:
+def evaluate_nothing(rank: int, world: int) -> tuple[str, Any, list[bool]]:
     layout = case(n=2)
+    session = Session(config_of(layout))
     tokens, labels = batch_of(layout)
-    try:
-        Session(config_of(layout)).evaluation.run([(tokens, torch.full_like(labels, IGNORED))])
-    except ValueError as error:
-        return str(error)
-    return ""
+    answers, asked = iter([False, True, False]), []
+
+    def cut_short() -> bool:
+        asked.append(next(answers))
+        return asked[-1]
+
+    found = session.evaluation.run([(tokens, labels)] * 3, cut_short)
+    with pytest.raises(ValueError) as caught:
+        session.evaluation.run([(tokens, torch.full_like(labels, IGNORED))])
+    return str(caught.value), found, asked

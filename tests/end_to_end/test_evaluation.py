@@ -1,0 +1,90 @@
+"""`train.eval_every` as a user sees it: the evaluation's lines, its curve, and training losses that do not notice."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimpipe.config import load_config
+from slimpipe.data import open_data
+from tests.end_to_end.launch import QUICKSTART, slimpipe
+
+STEPS, EVERY, BATCHES = 7, 5, 3
+# Every step changes the weights so much that evaluations differ.
+RUN = ["model.layers=4", "model.hidden_size=32", f"train.steps={STEPS}", "optim.lr=1e-2", "optim.warmup_steps=0"]
+EVALUATED = [f"train.eval_every={EVERY}", f"train.eval_batches={BATCHES}"]
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_evaluations_are_recorded_and_change_no_training_loss(small: list[str], tmp_path: Path) -> None:
+    """The tokens kept for evaluation are kept in both runs: what is trained on is the same."""
+    kept = [*RUN, *small, "data.eval_share=0.1"]
+    without, with_ = tmp_path / "without", tmp_path / "with"
+    done = slimpipe("train", QUICKSTART, *kept, f"train.output={without}", ranks=2)
+    assert done.code == 0, done.err
+    done = slimpipe("train", QUICKSTART, *kept, *EVALUATED, "log.tensorboard=true", f"train.output={with_}", ranks=2)
+    assert done.code == 0, done.err
+
+    steps, plain = [row for row in rows(with_) if "loss" in row], rows(without)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in steps] == [row[key] for row in plain]
+    found = [row for row in rows(with_) if "eval_loss" in row]
+    assert [row["step"] for row in found] == [EVERY, STEPS]
+    assert [row["eval_tokens"] for row in found] == [BATCHES * 2 * 64] * 2
+    assert all(0 < row["eval_loss"] < 2 * math.log(400) for row in found)
+    assert found[1]["eval_loss"] < found[0]["eval_loss"]
+    for row in found:
+        assert f"step {row['step']}: evaluation loss {row['eval_loss']:.4f} over 384 tokens" in done.out
+    assert curve(with_, "eval_loss") == {row["step"]: pytest.approx(row["eval_loss"]) for row in found}
+
+
+def curve(output: Path, tag: str) -> dict[int, float]:
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = loading.EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_the_same_batches_each_time_and_none_that_is_trained_on(small: list[str], tmp_path: Path) -> None:
+    from slimpipe.train.held_out import HeldOut
+
+    config = load_config(QUICKSTART, [*small, *EVALUATED, "data.eval_share=0.1", "train.output=unused"])
+    data = open_data(config.data, config.model.vocab_size, config.train.seed, progress=False)
+    held_out = HeldOut(config, data.evaluation)
+    first, second = list(held_out.batches()), list(held_out.batches())
+    assert len(first) == BATCHES
+    assert all((a[0] == b[0]).all() and (a[1] == b[1]).all() for a, b in zip(first, second, strict=True))
+    trained = {tuple(row.tolist()) for row in data.train.sequences(0, sum(data.train.windows))[:, :-1]}
+    assert trained.isdisjoint(tuple(row.tolist()) for tokens, _ in first for row in tokens)
+    assert [step for step in range(1, config.train.steps + 1) if held_out.due(step)] == list(range(5, 151, 5))
+
+
+BAD = [
+    (
+        ["train.eval_every=5"],
+        "train.eval_every = 5: no data is kept for evaluation; set data.eval_share (0.01, say), data.eval_corpus or "
+        "data.eval_blend",
+    ),
+    (
+        ["train.eval_every=5", "train.eval_batches=100", "data.eval_share=0.1"],
+        "train.eval_batches = 100: ",
+    ),
+    (["train.eval_every=-1"], "train.eval_every = -1: must be a whole number >= 0 or null"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), BAD, ids=[line.partition(":")[0] for _, line in BAD])
+def test_what_cannot_be_evaluated_is_told_in_one_line(
+    overrides: list[str], line: str, small: list[str], tmp_path: Path
+) -> None:
+    done = slimpipe("train", QUICKSTART, *small, "parallel.pp=1", *overrides, f"train.output={tmp_path / 'run'}")
+    assert done.code == 2
+    told = [text for text in done.err.splitlines() if not text.startswith("data: ")]
+    assert len(told) == 1 and told[0].startswith(line), done.err

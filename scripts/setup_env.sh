@@ -67,6 +67,10 @@ compile_bytecode &
 echo "installing slimpipe${extras:+ with $extras}"
 # Not isolated: csrc/ must be compiled against the torch it will run with.
 install --no-build-isolation -e ".${extras:+[$extras]}"
+if [[ ",$extras," == *,dev,* ]]; then
+  # Only its token files are compared with ours, which need no more than numpy and torch; its dependencies bring CUDA.
+  install --no-deps megatron-core==0.16.1 || echo "no megatron-core: tests against it as installed are skipped"
+fi
 wait
 compile_bytecode
 if [[ ! -e slimpipe/_C.so ]]; then

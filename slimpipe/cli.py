@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | simulate | draw`.
+"""`slimpipe train | generate | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -10,11 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slimpipe.cli_data import data_app
 from slimpipe.config import ConfigError, check_output, check_world, load_config
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware import load_hardware
@@ -51,6 +48,7 @@ from slimpipe.schedule import (
     sliced_costs,
 )
 from slimpipe.schedule import simulate as run_on_paper
+from slimpipe.telling import told_in_one_line as _told_in_one_line
 
 app = typer.Typer(
     help="Train language models on long contexts with a pipeline over slices of the sequence.",
@@ -60,32 +58,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.add_typer(data_app, name="data")
+
 # Some 100,000 a second are built, proved and simulated.
 _MOST_ACTIONS: Final = 3_000_000
-
-# How messages of this project begin that tell the user what to change: `train.device = cuda: ...`, `--prompt: ...`.
-_TELLS_THE_USER: Final = re.compile(r"(--[a-z-]+|[a-z]+\.[a-z_0-9]+)( = .+?)?: ")
-
-_LET_THE_FIRST_SPEAK: Final = 5.0  # seconds
-
-
-@contextmanager
-def _told_in_one_line(*kinds: type[ValueError]) -> Iterator[None]:
-    """Turns errors of the user's into their line and exit code 2; others are bugs and keep their traceback.
-
-    `kinds`: errors that are the user's whatever they say, besides those of settings and schedules.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if not isinstance(error, (ConfigError, PlanError, *kinds)) and not _TELLS_THE_USER.match(str(error)):
-            raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            typer.echo(str(error), err=True)
-        else:
-            # torchrun ends a node's other processes when one fails: the one that tells must come first.
-            time.sleep(_LET_THE_FIRST_SPEAK)
-        raise typer.Exit(2) from error
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from slimpipe.data.errors import DataError
 from slimpipe.data.indexed import IndexedWriter, bin_path, smallest_dtype
 from slimpipe.data.readers import Batch
 from slimpipe.data.tokenizer import load_tokenizer, train_tokenizer
-from slimpipe.data.tokens import Description, description_path, pair_fingerprint
+from slimpipe.data.tokens import Description, description_path, pair_fingerprint, tokenizer_path
 
 # Merges are learnt from this much text; more changes the vocabulary little and costs time.
 _TRAINING_BYTES = 16_000_000
@@ -29,6 +30,7 @@ def build_tokens(
     end_of_text: bool = True,
     processes: int = 1,
     progress: bool = True,
+    keep_tokenizer: bool = False,
 ) -> Description:
     """Writes the token file `prefix` of all `corpora` in turn, with the tokenizer saved in `tokenizer_folder`.
 
@@ -57,6 +59,8 @@ def build_tokens(
             raise DataError(f"{name}: has no text; {bin_path(prefix)} is not written")
         # An old one must not describe new tokens.
         description_path(prefix).unlink(missing_ok=True)
+    if keep_tokenizer:
+        tokenizer.save(tokenizer_path(prefix))
     description = Description(
         source=name,
         vocab_size=tokenizer.vocab_size,
@@ -70,7 +74,13 @@ def build_tokens(
 
 
 def learn_tokenizer(
-    corpora: Sequence[Corpus], vocab_size: int, folder: Path, text_key: str, where: str, progress: bool = True
+    corpora: Sequence[Corpus],
+    vocab_size: int,
+    folder: Path,
+    text_key: str,
+    where: str,
+    key: str = "model.vocab_size",
+    progress: bool = True,
 ) -> None:
     """Saves a tokenizer of exactly `vocab_size` tokens, learnt from `corpora` (which messages call `where`), in
     `folder`.
@@ -79,9 +89,14 @@ def learn_tokenizer(
     """
     with _display(progress) as display:
         bar = display.add_task(f"data: learning {vocab_size} tokens", total=None)
-        tokenizer = train_tokenizer(_sample(corpora, text_key), vocab_size, where)
+        tokenizer = train_tokenizer(_sample(corpora, text_key), vocab_size, where, key)
         display.update(bar, total=1, completed=1)
     tokenizer.save(folder)
+
+
+def processes_for(corpora: Sequence[Corpus]) -> int:
+    """How many processes are worth their start: one a core, and none for less than 8 MB."""
+    return max(1, min(len(os.sched_getaffinity(0)), sum(corpus.size for corpus in corpora) // 8_000_000))
 
 
 def _sample(corpora: Sequence[Corpus], text_key: str) -> Iterator[str]:

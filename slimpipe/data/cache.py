@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from slimpipe.data.build import build_tokens, learn_tokenizer
+from slimpipe.data.build import build_tokens, learn_tokenizer, processes_for
 from slimpipe.data.corpus import Corpus
 from slimpipe.data.errors import DataError
 from slimpipe.data.tokenizer import TextTokenizer, load_tokenizer
@@ -27,10 +27,11 @@ class Cache:
     """A folder of tokenizers and token files, each under a name made from all that it depends on.
 
     Of several processes one builds and the others wait; what is damaged is built again. `progress` shows progress on
-    stderr: let one process of a node have it. `processes`: how many encode.
+    stderr: let one process of a node have it. `processes`: how many encode; None: as many as
+    pays.
     """
 
-    def __init__(self, folder: Path, text_key: str, progress: bool = True, processes: int = 1) -> None:
+    def __init__(self, folder: Path, text_key: str, progress: bool = True, processes: int | None = 1) -> None:
         self.folder, self.text_key, self.progress, self.processes = folder.expanduser(), text_key, progress, processes
 
     def given_tokenizer(self, tokenizer: TextTokenizer) -> Path:
@@ -46,7 +47,7 @@ class Cache:
         self._once(
             folder,
             _tokenizer_in(folder),
-            lambda: learn_tokenizer(corpora, vocab_size, folder, self.text_key, where, self.progress),
+            lambda: learn_tokenizer(corpora, vocab_size, folder, self.text_key, where, progress=self.progress),
         )
         return folder
 
@@ -67,7 +68,12 @@ class Cache:
 
         def build() -> object:
             return build_tokens(
-                [corpus], tokenizer_folder, prefix, self.text_key, processes=self.processes, progress=self.progress
+                [corpus],
+                tokenizer_folder,
+                prefix,
+                self.text_key,
+                processes=self.processes or processes_for([corpus]),
+                progress=self.progress,
             )
 
         return self._once(folder, find, build)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from slimpipe.data.cache import Cache
 from slimpipe.data.corpus import Corpus, find_tokens, open_corpus
 from slimpipe.data.errors import DataError
-from slimpipe.data.indexed import bin_path
 from slimpipe.data.sampler import Part, SequenceSampler
 from slimpipe.data.split import held_out
 from slimpipe.data.tokenizer import TextTokenizer, load_tokenizer
@@ -36,11 +35,13 @@ class RunData:
         return hashlib.sha256("\n".join(sampler.fingerprint for sampler in samplers).encode()).hexdigest()
 
 
-def open_data(config: DataConfig, vocab_size: int, seed: int, progress: bool = True, processes: int = 1) -> RunData:
+def open_data(
+    config: DataConfig, vocab_size: int, seed: int, progress: bool = True, processes: int | None = 1
+) -> RunData:
     """Opens what `config` names, building token files of text into the cache where they are not there yet.
 
-    `vocab_size` is the model's, `seed` that of the order. `progress`: show it on stderr. `processes`: how many encode.
-    Raises DataError, one line with the key and the remedy, for whatever is wrong with the data.
+    `vocab_size` is the model's, `seed` that of the order. `progress`: show it on stderr. `processes`: how many encode;
+    None: as many as pays. Raises DataError, one line with the key and the remedy, for whatever is wrong with the data.
     """
     sources = [_Source.find(*entry) for entry in config.sources()]
     kept = [_Source.find(*entry) for entry in config.eval_sources()]
@@ -149,8 +150,8 @@ def _tokenizer(
     if ready is not None:
         raise DataError(
             f"data.tokenizer: missing; {ready.key} = {ready.name} is tokens already, and {texts[0].key} must be "
-            "encoded by "
-            f"the tokenizer that made them ({bin_path(ready.prefix or Path())} has none beside it)"
+            "encoded "
+            f"like them; set it to the tokenizer that made them ({tokenizer_path(ready.prefix or Path())} is not there)"
         )
     corpora = [source.corpus for source in sources if source.corpus is not None]
     where = f"{sources[0].key} = {sources[0].name}" if len(sources) == 1 else "data.blend"

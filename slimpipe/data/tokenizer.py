@@ -74,7 +74,7 @@ class TextTokenizer:
             os.replace(temporary, folder / name)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> TextTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str, key: str = "model.vocab_size") -> TextTokenizer:
     """A tokenizer of exactly `vocab_size` tokens. Raises DataError if `texts` (of `corpus`, as messages name it) have
     not that many.
 
@@ -82,13 +82,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> TextT
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
-            f"model.vocab_size = {vocab_size}: a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens "
+            f"{key} = {vocab_size}: a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens "
             f"(256 bytes and {END_OF_TEXT}); use {SMALLEST_VOCABULARY} or more"
         )
     if vocab_size > LARGEST_VOCABULARY:
-        raise DataError(
-            f"model.vocab_size = {vocab_size}: more than {LARGEST_VOCABULARY}; no corpus fills it; use less"
-        )
+        raise DataError(f"{key} = {vocab_size}: more than {LARGEST_VOCABULARY}; no corpus fills it; use less")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,8 +100,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str) -> TextT
         tokenizer.train_from_iterator(texts, trainer)
     if (reached := tokenizer.get_vocab_size()) != vocab_size:
         raise DataError(
-            f"model.vocab_size = {vocab_size}: {corpus} has text for {reached} tokens only; "
-            f"use a larger corpus, or model.vocab_size of at most {reached}"
+            f"{key} = {vocab_size}: {corpus} has text for {reached} tokens only; "
+            f"use a larger corpus, or {key} of at most {reached}"
         )
     return TextTokenizer(tokenizer)
 
@@ -119,12 +117,13 @@ def load_tokenizer(name: Path | str, end: str | None = None) -> TextTokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the tokenizer {path} ({reason}); give the path of a tokenizer.json") from error
     try:
         tokenizer = Tokenizer.from_str(text)
     # The bindings raise plain Exception.
     except Exception as error:
-        raise DataError(f"{path} is not a tokenizer: {error}") from error
+        raise DataError(f"{path} is not a tokenizer ({error}); use a tokenizer.json of Hugging Face's form") from error
     known = [end] if end is not None else [*_configured_end(path), *_KNOWN_ENDS]
     found = [token for token in known if tokenizer.token_to_id(token) is not None]
     if not found:

@@ -83,7 +83,7 @@ def test_wheel(sources: Path, tmp_path: Path) -> None:
     assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("slimpipe", "0.1.0", ">=3.10")
     requirements = metadata.get_all("Requires-Dist") or []
     assert {"torch>=2.11", "pydantic>=2.10", "tokenizers>=0.20", "filelock"} <= set(requirements)
-    assert set(metadata.get_all("Provides-Extra") or []) == {"dev", "log"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"dev", "log", "parquet", "wandb"}
     assert "slimpipe = slimpipe.cli:app" in entry_points
     # Every module is in it: a folder without __init__.py would be left out silently.
     modules = {file.relative_to(sources).as_posix() for file in (sources / "slimpipe").rglob("*.py")}
@@ -165,7 +165,11 @@ def test_set_up_installs_what_is_missing(tmp_path: Path) -> None:
     assert checkout.installs == []
     # More extras than were installed; torch is there.
     assert checkout("setup_env.sh", "dev,log").returncode == 0
-    assert checkout.installs == ["setuptools>=70.1", "--no-build-isolation -e .[dev,log]"]
+    assert checkout.installs == [
+        "setuptools>=70.1",
+        "--no-build-isolation -e .[dev,log]",
+        "--no-deps megatron-core==0.16.1",
+    ]
     # Fewer are no reason to install.
     assert checkout("setup_env.sh", "log").returncode == checkout("setup_env.sh").returncode == 0
     assert checkout.installs == []

@@ -150,8 +150,7 @@ def _tokenizer(
     if ready is not None:
         raise DataError(
             f"data.tokenizer: missing; {ready.key} = {ready.name} is tokens already, and {texts[0].key} must be "
-            "encoded "
-            f"like them; set it to the tokenizer that made them ({tokenizer_path(ready.prefix or Path())} is not there)"
+            f"encoded like them; set it to the tokenizer that made them (beside it there is none)"
         )
     corpora = [source.corpus for source in sources if source.corpus is not None]
     where = f"{sources[0].key} = {sources[0].name}" if len(sources) == 1 else "data.blend"

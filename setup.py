@@ -65,7 +65,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["slimpipe*"]),
-    package_data={"slimpipe": ["py.typed"]},
+    package_data={"slimpipe": ["py.typed"], "slimpipe.report": ["*.css", "*.js"]},
     install_requires=[
         "torch>=2.11",
         "numpy",

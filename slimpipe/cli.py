@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | data | simulate | draw`.
+"""`slimpipe train | generate | report | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -132,6 +132,25 @@ def generate(
 
     with _told_in_one_line(DataError, CheckpointError):
         typer.echo(complete(run, prompt, max_tokens, temperature, top_k, seed, device))
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are laid over each other.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Loss, throughput, memory and idle share of runs as one HTML page that needs no network."""
+    from slimpipe.report import ReportError, page, read_run
+
+    with _told_in_one_line(ReportError):
+        text = page([read_run(run) for run in runs])
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError([f"--output = {output}: cannot be written: {error.strerror}"]) from error
+    typer.echo(f"wrote {output}")
 
 
 ScheduleOption = Annotated[str, typer.Option(help=f"One of {', '.join(BUILT)}.")]

@@ -88,6 +88,8 @@ def test_wheel(sources: Path, tmp_path: Path) -> None:
     # Every module is in it: a folder without __init__.py would be left out silently.
     modules = {file.relative_to(sources).as_posix() for file in (sources / "slimpipe").rglob("*.py")}
     assert modules - set(names) == set()
+    # The report page is made from these.
+    assert {"slimpipe/report/style.css", "slimpipe/report/readout.js"} <= set(names)
     assert "slimpipe/py.typed" in names and not any(name.endswith(".so") for name in names)
     assert not any(name.startswith("tests") for name in names)
 

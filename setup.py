@@ -78,6 +78,7 @@ setup(
     ],
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pyarrow"],
+        "flash": ["flash-attn-4>=4.0.0b36"],
         "log": ["tensorboard"],
         "parquet": ["pyarrow"],
         "wandb": ["wandb"],

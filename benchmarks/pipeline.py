@@ -66,6 +66,17 @@ CASES: dict[str, dict[str, Any]] = {
         )
         for mode in modes
     },
+    # flash-attn 4, which takes a slice and the past in front of it in one call.
+    "64k-n16-flash4": {
+        "length": 65536,
+        "m": 2,
+        "n": 16,
+        "v": 1,
+        "recompute": "norms",
+        "vocab": True,
+        "exchange": "balanced",
+        "attention": "flash4",
+    },
     # Every recompute mode; those with `balanced` lend attention too.
     **{
         f"{kib}k-n16-{recompute}{'-balanced' if exchange == 'balanced' else ''}": {
@@ -195,6 +206,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         "bubble_formula": float(bubble_fraction(config.pipeline.schedule, session.shape)),
         **prediction(config, session),
         "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
+        "attention_backend": session.engine.backend.name,
         "ce_chunk": session.ce_chunk,
         "loss": rows[-1].loss,
         "grad_norm": rows[-1].grad_norm,

@@ -135,7 +135,12 @@ BAD = [
     ("train", "device", "tpu", "train.device = tpu: must be auto, cpu or cuda"),
     ("train", "deterministic", 1, "train.deterministic = 1: must be true or false"),
     ("train", "watchdog_seconds", 0, "train.watchdog_seconds = 0: must be a number > 0"),
-    ("train", "attention", "best", "train.attention = best: must be auto, plain, flash or cudnn"),
+    (
+        "train",
+        "attention",
+        "best",
+        "train.attention = best: must be auto, plain, flash, cudnn, flash2, flash3 or flash4",
+    ),
     ("train", "ce_chunk", 0, "train.ce_chunk = 0: must be a whole number > 0 or null"),
     ("optim", "lr", True, "optim.lr = true: must be a number > 0"),
     ("optim", "lr", 0, "optim.lr = 0: must be a number > 0"),

@@ -83,7 +83,7 @@ def test_wheel(sources: Path, tmp_path: Path) -> None:
     assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("slimpipe", "0.1.0", ">=3.10")
     requirements = metadata.get_all("Requires-Dist") or []
     assert {"torch>=2.11", "pydantic>=2.10", "tokenizers>=0.20", "filelock"} <= set(requirements)
-    assert set(metadata.get_all("Provides-Extra") or []) == {"dev", "log", "parquet", "wandb"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"dev", "flash", "log", "parquet", "wandb"}
     assert "slimpipe = slimpipe.cli:app" in entry_points
     # Every module is in it: a folder without __init__.py would be left out silently.
     modules = {file.relative_to(sources).as_posix() for file in (sources / "slimpipe").rglob("*.py")}

@@ -365,7 +365,12 @@ class TrainConfig(Section):
         description="A step whose loss or gradient is not finite changes nothing; it stops the run, or is skipped.",
     )
     max_skips: PositiveInt = Field(default=10, description="So many skipped steps in a row stop the run all the same.")
-    attention: Literal["auto", "plain", "flash", "cudnn"] = Field(default="auto", description="Attention backend.")
+    attention: Literal["auto", "plain", "flash", "cudnn", "flash2", "flash3", "flash4"] = Field(
+        default="auto",
+        description="Attention backend. `auto`: on a GPU the fastest that is there, by a short measurement that "
+        "`data.cache_dir` keeps; else `plain`. `flash` is torch's own FlashAttention-2, the numbered ones are the "
+        "flash-attn packages (extra `flash`: version 4).",
+    )
     ce_chunk: PositiveInt | None = Field(
         default=None,
         description="Tokens a chunk of the output layer: bounds its temporaries. Default: by free memory, and shown.",
@@ -394,13 +399,13 @@ class TrainConfig(Section):
                 "set that too" if every is None else f"use a multiple, such as {every * max(1, round(good / every))}"
             )
             yield self.problem("keep_every", f"no multiple of train.checkpoint_every ({shown(every)}); {remedy}")
-        if self.attention not in ("flash", "cudnn"):
+        if self.attention in ("auto", "plain"):
             return
         if self.dtype != "bfloat16":
             yield self.problem("attention", f"not for train.dtype {self.dtype}; use plain or train.dtype: bfloat16")
         if self.device == "cpu":
             yield self.problem("attention", "runs on a GPU only; use plain or train.device: cuda")
-        if self.attention == "cudnn" and self.deterministic:
+        if self.attention != "flash" and self.deterministic:
             yield self.problem(
                 "attention", "its backward is not deterministic; use flash or train.deterministic: false"
             )

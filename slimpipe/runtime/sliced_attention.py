@@ -2,7 +2,8 @@
 
 Forward: the slice against itself, causal, and against each range of its past, no mask; the partial results merge by
 their log-sum-exp in one fp32 pass. Backward: the backend's backward on the same blocks, given the merged output and
-LSE; the past's part of dK, dV goes into the slots' accumulators. Ranges of the past that are lent (exchange) are other
+LSE; the past's part of dK, dV goes into the slots' accumulators. A backend whose causal mask lies at the bottom right
+takes the slice and the past in front of it in one call. Ranges of the past that are lent (exchange) are other
 ranks' to compute: their results come back in time for the merge and for the sums.
 """
 
@@ -43,10 +44,11 @@ class LayerAttention:
         """(out, LSE) over the whole prefix, whose keys and values, the slice's own too, are in the slots."""
         slots, backend = self.slots, self.backend
         under_way = exchange.forward(q) if exchange is not None else None
-        parts = [backend.forward(q, *self._own(), causal=True)]
+        own, pasts = self._blocks(exchange)
+        parts = [backend.forward(q, *slots.read(*own), causal=True)]
         if under_way is not None:
             under_way.help()
-        for past in self._own_ranges(exchange):
+        for past in pasts:
             parts.append(backend.forward(q, *slots.read(*past), causal=False))
         if under_way is not None:
             parts += under_way.collect()
@@ -57,11 +59,16 @@ class LayerAttention:
         slots, place, backend, exchange = self.slots, self.place, self.backend, self.exchanges.backward
         dout = dout.contiguous()
         under_way = exchange.backward((q, out, lse, dout)) if exchange is not None else None
-        dq_own, dk, dv = backend.backward(dout, q, *self._own(), out, lse, causal=True)
+        own, pasts = self._blocks(exchange)
+        dq_own, dk, dv = backend.backward(dout, q, *slots.read(*own), out, lse, causal=True)
         dq_parts = [dq_own]
+        before = own[1] - own[0] - slots.slice_tokens
+        if before:
+            slots.add_gradient(own[0], own[0] + before, dk[:, :before], dv[:, :before], first=place.last)
+            dk, dv = dk[:, before:], dv[:, before:]
         if under_way is not None:
             under_way.help()
-        for past in self._own_ranges(exchange):
+        for past in pasts:
             dq_part, dk_part, dv_part = backend.backward(dout, q, *slots.read(*past), out, lse, causal=False)
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
@@ -71,8 +78,20 @@ class LayerAttention:
         dk, dv = slots.total_gradient(place, dk, dv)
         return _sum_rounded_once(dq_parts), dk, dv
 
-    def _own(self) -> tuple[Tensor, Tensor]:
-        return self.slots.read(*self.slots.positions(self.place.slot, self.place.slot + 1))
+    def _blocks(self, exchange: LayerExchange | None) -> tuple[Range, list[Range]]:
+        """Positions of the causal block and of the blocks of the past that this rank computes itself.
+
+        The causal block is the slice alone; of a backend that can, with the stretch of the past that ends where the
+        slice begins. What order that stretch is in does not matter, for all of it is seen. A rank that helps keeps the
+        two apart: what it computes for others comes between them, so that they have it early.
+        """
+        start, stop = self.slots.positions(self.place.slot, self.place.slot + 1)
+        pasts = self._own_ranges(exchange)
+        if self.backend.bottom_right and (exchange is None or not exchange.helped):
+            beside = next((past for past in pasts if past[1] == start), None)
+            if beside is not None:
+                return (beside[0], stop), [past for past in pasts if past != beside]
+        return (start, stop), pasts
 
     def _own_ranges(self, exchange: LayerExchange | None) -> list[Range]:
         """Positions of the past that this rank computes itself."""

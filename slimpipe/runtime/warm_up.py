@@ -105,7 +105,8 @@ def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
         if action.op.is_compute:
             ranges, lent = engine.past_ranges(action)
             own |= {(action.unit.chunk, stop - start) for start, stop in ranges}
-            counts.add(1 + len(ranges) + lent)
+            # A slice may be one block with a part of its past, where the backend can, or may not.
+            counts |= {1 + len(ranges) + lent, max(1, len(ranges) + lent)}
         if engine.loans is not None and (action.op.is_compute or action.op.is_help):
             helped |= engine.loans.helped_lengths(action)
     q = torch.zeros(query, dtype=keys.dtype, device=keys.device)

@@ -107,6 +107,8 @@ def _run(
             # Before any memory is taken: what does not fit is said first.
             print(describe(forecast), flush=True)
         session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
+        if processes.rank == 0 and session.attention is not None:
+            print(f"attention: {session.attention}", flush=True)
         saving.start(session, loader)
         _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
     finally:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimpipe.kernels.attention import select_backend
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.gradients import (
@@ -38,6 +37,7 @@ from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_s
 from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
+from slimpipe.train.attention import choose_attention
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
@@ -137,6 +137,8 @@ class Session:
         self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
+        self.progress.now("choosing attention")
+        backend, self.attention = choose_attention(config, self.carrier, self.group)
         self.progress.now("building the model")
         model = build_model(config)
         # Asked before the stages are cut out: those take their own parameters off the whole model.
@@ -180,7 +182,6 @@ class Session:
         if shards is not None:
             traffic = collectives if collectives is not None else self._make_collectives()
             vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, self.ce_chunk)
-        backend = select_backend(config.train.attention, self.device, self.dtype, config.train.deterministic)
         loans = None
         if self.exchange is not None:
             between = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()

@@ -8,6 +8,7 @@ from typing import Final
 from slimpipe.kernels.attention import select_backend
 from slimpipe.plan.footprint import Footprint
 from slimpipe.schedule import bubble_fraction
+from slimpipe.train.attention import is_measured
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.session import DTYPES
 
@@ -23,14 +24,17 @@ def describe(run: Forecast) -> str:
 
 def _layout(run: Forecast) -> Iterator[str]:
     config, shape = run.config, run.config.shape
-    backend = select_backend(config.train.attention, run.device, DTYPES[config.train.dtype], config.train.deterministic)
+    attention = "the fastest of what is there"
+    if not is_measured(config, run.device):
+        dtype = DTYPES[config.train.dtype]
+        attention = select_backend(config.train.attention, run.device, dtype, config.train.deterministic).name
     counts = [len(layers) for layers in run.placement]
     uneven = "" if len(set(counts)) == 1 else " (uneven: the layers do not divide by the stages, or so it is set)"
     loans = "" if run.planned.exchange is None else f", {len(run.planned.exchange.loans):,} loans a step"
     whole = sum(p.numel() for p in run.model.parameters())
     yield (
         f"slimpipe: {config.pipeline.schedule}, pp {shape.p}, virtual stages {shape.v}, slices {shape.n}, "
-        f"microbatches {shape.m}; {run.device.type}, {config.train.dtype}, attention {backend.name}"
+        f"microbatches {shape.m}; {run.device.type}, {config.train.dtype}, attention {attention}"
     )
     yield f"layers by stage: {counts}{uneven}"
     yield (

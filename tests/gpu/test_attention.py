@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.attention import AttentionBackend, CudnnAttention, FlashAttention, PlainAttention
+from slimpipe.kernels.attention import AttentionBackend, PlainAttention, candidates, select_backend
+from slimpipe.kernels.attention.fastest import AttentionShape, fastest, time_on_device
+from slimpipe.kernels.attention.flash_package import PACKAGES, is_installed
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.sliced_attention import sliced_attention
 
@@ -51,9 +55,21 @@ def errors(found: list[Tensor]) -> list[float]:
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)]
 
 
-@pytest.mark.parametrize("backend", [CudnnAttention(), FlashAttention()], ids=lambda backend: backend.name)
+BACKENDS = ["cudnn", "flash", *PACKAGES]
+
+
+def backend_called(name: str) -> AttentionBackend:
+    """Skips where the package is not installed; one that is there and does not fit fails the test."""
+    if name in PACKAGES and not is_installed(name):
+        pytest.skip(f"{PACKAGES[name].distribution} is not installed")
+    return select_backend(name, torch.device("cuda"), torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0, 4, 1, 3]], ids=str)
-def test_sliced_attention_is_as_exact_as_one_kernel(backend: AttentionBackend, order: list[int]) -> None:
+def test_sliced_attention_is_as_exact_as_one_kernel(name: str, order: list[int]) -> None:
+    """In the first order a backend that can takes each slice and its past in one call, in the second in two."""
+    backend = backend_called(name)
     plain, cut = errors(whole(backend, torch.bfloat16)), errors(sliced(backend, order))
     print(f"\n{backend.name} {order}: plain {[f'{e:.2e}' for e in plain]} sliced {[f'{e:.2e}' for e in cut]}")
     # Sliced, each result is rounded once more than in one kernel: parts come out in bf16, and so does their sum. A
@@ -61,3 +77,28 @@ def test_sliced_attention_is_as_exact_as_one_kernel(backend: AttentionBackend, o
     one_rounding = 1.66e-3
     for a, b in zip(cut, plain, strict=True):
         assert a <= 1.03 * (b * b + one_rounding * one_rounding) ** 0.5
+
+
+@pytest.mark.parametrize("name", list(PACKAGES))
+def test_a_past_and_a_slice_in_one_block(name: str) -> None:
+    """The last slice's query against all keys, mask at the bottom right: its part of one kernel's whole result."""
+    backend = backend_called(name)
+    assert backend.bottom_right
+    q, k, v, dout = inputs(torch.bfloat16)
+    last = slice(TOKENS - TOKENS // SLICES, TOKENS)
+    out, lse = backend.forward(q[:, last], k, v, causal=True)
+    dq, _, _ = backend.backward(dout[:, last], q[:, last], k, v, out, lse, causal=True)
+    for ours, expected in zip((out, dq), whole(PlainAttention(), torch.float64)[:2], strict=True):
+        error = float((ours.double() - expected[:, last]).norm() / expected[:, last].norm())
+        print(f"\n{name}, one block: {error:.2e}")
+        assert error <= 3.5e-3
+
+
+def test_the_fastest_backend_is_measured_once(tmp_path: Path) -> None:
+    shape = AttentionShape(1, 2048, 16384, 32, 8, 128, "bfloat16")
+    found = candidates(torch.device("cuda"), torch.bfloat16)
+    first, again = (fastest(shape, found, {"torch": torch.__version__}, tmp_path, time_on_device) for _ in range(2))
+    print(f"\n{first}")
+    assert first.name == again.name and first.name in found
+    assert not first.cached and again.cached
+    assert all(time is not None and time > 0 for time in first.milliseconds.values())

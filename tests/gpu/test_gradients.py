@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from slimpipe.config import Config
+from slimpipe.kernels.attention.flash_package import is_installed
 from slimpipe.parallel.mesh import prepare_process
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.train.session import Session
@@ -125,6 +126,7 @@ CASES = [
     (1, 1, 16, False, "cudnn"),
     (1, 1, 64, False, "cudnn"),
     (1, 1, 16, False, "flash"),
+    (1, 1, 16, False, "flash4"),
     (2, 1, 16, False, "cudnn"),
     (2, 2, 64, True, "cudnn"),
 ]
@@ -136,6 +138,8 @@ def test_bf16_gradients_lose_nothing_to_slicing(
 ) -> None:
     if torch.cuda.device_count() < p:
         pytest.skip(f"needs {p} GPUs, here {torch.cuda.device_count()}")
+    if attention == "flash4" and not is_installed("flash4"):
+        pytest.skip("flash-attn-4 is not installed")
     found = run(settings(p, v, n, vocab, attention=attention), tmp_path)
     together, by_tensor = errors(found["gradients"], plain["reference"])
     plain_together, plain_by_tensor = errors(plain["gradients"], plain["reference"])

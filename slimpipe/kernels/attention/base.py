@@ -12,10 +12,15 @@ class AttentionBackend(Protocol):
 
     Shapes: q, out, dout [b, s, heads, d]; k, v [b, t, kv_heads, d] with heads a multiple of kv_heads, unexpanded,
     strided views of a larger buffer allowed; lse [b, heads, s] fp32. `causal` needs s = t and masks the upper
-    triangle.
+    triangle; with `bottom_right` it takes t >= s too: the last s keys are the query's own, and all before are seen.
     """
 
     name: str
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether a slice and the past that lies in front of it can be one causal block."""
+        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """(out, lse) of this block alone."""

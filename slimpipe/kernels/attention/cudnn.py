@@ -10,6 +10,7 @@ class CudnnAttention:
     """bf16 or fp16 on Hopper and newer; grouped-query heads unexpanded; strided keys and values."""
 
     name = "cudnn"
+    bottom_right = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(

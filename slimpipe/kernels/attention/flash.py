@@ -10,6 +10,7 @@ class FlashAttention:
     """bf16 or fp16; grouped-query heads unexpanded; strided keys and values."""
 
     name = "flash"
+    bottom_right = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(

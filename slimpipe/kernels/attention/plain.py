@@ -12,6 +12,7 @@ class PlainAttention:
     """Materialises fp32 scores; any device, any dtype, deterministic."""
 
     name = "plain"
+    bottom_right = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores_BKGst = self._scores(q, k, causal)

@@ -20,7 +20,7 @@ class Allowed:
 
 def allowed(field: FieldInfo) -> str:
     """`a whole number > 0`, `gpipe, 1f1b or slimpipe`, ..."""
-    return _words(field.annotation, field.metadata)
+    return _words(field.annotation, field.metadata).rstrip(",")
 
 
 def allowed_element(field: FieldInfo) -> str:

@@ -319,6 +319,18 @@ class OptimConfig(Section):
             yield self.problem("min_lr", f"must be at most optim.lr ({self.lr})")
 
 
+class ProfileConfig(Section):
+    """Which steps torch's profiler traces, on which ranks."""
+
+    path: ClassVar[str] = "train.profile"
+    steps: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+        description="Steps to trace, counted from 1; the first is not typical."
+    )
+    ranks: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+        default=(0,), description="Pipeline ranks that write a trace to the run's folder, `profile/`."
+    )
+
+
 class TrainConfig(Section):
     """The run."""
 
@@ -365,6 +377,9 @@ class TrainConfig(Section):
         description="A step whose loss or gradient is not finite changes nothing; it stops the run, or is skipped.",
     )
     max_skips: PositiveInt = Field(default=10, description="So many skipped steps in a row stop the run all the same.")
+    profile: ProfileConfig | None = Field(
+        default=None, description="Traces of chosen steps by torch's profiler, or null."
+    )
     attention: Literal["auto", "plain", "flash", "cudnn", "flash2", "flash3", "flash4"] = Field(
         default="auto",
         description="Attention backend. `auto`: on a GPU the fastest that is there, by a short measurement that "

@@ -25,16 +25,19 @@ Report = dict[str, Any]
 
 
 class Progress:
-    """What this rank is doing, and a count that rises with every change."""
+    """What this rank is doing, and a count that rises with every change. `listener`, if set, is told of each."""
 
     def __init__(self) -> None:
         self.doing, self.count = "starting", 0
+        self.listener: Callable[[str], None] | None = None
         self.patient = False
         """While true, standing still is no reason for alarm."""
 
     def now(self, what: str) -> None:
         self.doing = what
         self.count += 1
+        if self.listener is not None:
+            self.listener(what)
 
     @contextmanager
     def patience(self, what: str) -> Iterator[None]:

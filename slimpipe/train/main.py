@@ -31,6 +31,7 @@ from slimpipe.train.forecast import Forecast
 from slimpipe.train.held_out import HeldOut
 from slimpipe.train.nonfinite import NonFinite
 from slimpipe.train.planning import make_plan
+from slimpipe.train.profiling import Profiling
 from slimpipe.train.resume import refuse_changes
 from slimpipe.train.saving import Saving
 from slimpipe.train.session import DTYPES, Session
@@ -135,14 +136,17 @@ def _steps(
     if config.train.eval_every is not None:
         _ = session.evaluation  # what it cannot plan or run shows before the first step
     watching = Watching(config, forecast, lead)
+    profiling = Profiling(config, session.rank, session.progress)
     try:
         goes_on = True
         while goes_on:
             step = session.steps_done
             started = time.perf_counter()
             session.progress.now("reading data")
-            row = session.train_step(*loader.next(), loader.places)
-            watching.after(step + 1, row, time.perf_counter() - started)
+            with profiling.step(step + 1):
+                row = session.train_step(*loader.next(), loader.places)
+                took = time.perf_counter() - started
+            watching.after(step + 1, row, took)
             found = session.evaluation.run(held_out.batches(), saving.stopping) if held_out.due(step + 1) else None
             if found is not None:
                 watching.evaluated(step + 1, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
@@ -14,7 +15,10 @@ from typer.testing import CliRunner
 
 from slimpipe.cli import app
 from slimpipe.config import load_config
+from slimpipe.runtime.watchdog import Progress
 from slimpipe.train.metrics import MetricsFile, TensorBoard, numbers, open_metrics
+from slimpipe.train.planning import make_plan
+from slimpipe.train.profiling import Profiling
 from tests.end_to_end.launch import QUICKSTART
 from tests.support.failing_models import MISBEHAVIOUR
 from tests.watching.test_display import RECORD
@@ -160,6 +164,33 @@ def test_a_skipped_step_is_counted_and_told_and_the_run_ends_well(
     assert f"step 2: {note}\n" in result.stdout
     # Nobody knows how many operations a model of one's own takes.
     assert "tflops" not in rows[0]
+
+
+def test_chosen_steps_are_traced_with_every_action_by_name(text: list[str], tmp_path: Path) -> None:
+    profile = ["train.profile.steps=[2, 4]", "pipeline.slices=4"]
+    result = CliRunner().invoke(app, ["train", QUICKSTART, *text, *profile])
+    assert result.exit_code == 0, result.output
+    traces = sorted((tmp_path / "run/profile").iterdir())
+    assert [path.name for path in traces] == ["step_2_rank_0.json.gz", "step_4_rank_0.json.gz"]
+    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    plan = make_plan(load_config(QUICKSTART, [*text, *profile])).plan
+    # In order, each once; and inside them the operators that they ran.
+    assert [name for name in ranges if "." in name and "@" in name] == [str(action) for action in plan.ranks[0]]
+    assert {"gradient norm", "optimizer", "reading data"} & set(ranges) == {"gradient norm", "optimizer"}
+    assert any(event["name"] == "aten::mm" for event in events)
+
+
+def test_a_rank_that_is_not_chosen_writes_no_trace(text: list[str], tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [*text, "parallel.pp=2", "train.profile.steps=[1]", "train.profile.ranks=[1]"])
+    progress = Progress()
+    for rank in (0, 1):
+        with Profiling(config, rank, progress).step(1):
+            progress.now("F0.0@0")
+        with Profiling(config, rank, progress).step(2):
+            progress.now("F0.0@0")
+    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["step_1_rank_1.json.gz"]
+    assert progress.listener is None
 
 
 def test_alone_a_step_that_is_not_finite_stops_with_one_line(

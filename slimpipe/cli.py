@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | report | data | simulate | draw`.
+"""`slimpipe train | generate | convert | report | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -151,6 +151,27 @@ def report(
         except OSError as error:
             raise ConfigError([f"--output = {output}: cannot be written: {error.strerror}"]) from error
     typer.echo(f"wrote {output}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="A Hugging Face folder of a Llama, or a run's or checkpoint's folder."),
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as they are, and of a run as it trains.")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Size of a safetensors file at most.")] = 5.0,
+) -> None:
+    """Convert weights: Hugging Face's files of a Llama into a checkpoint to start from, or a run into such files."""
+    from slimpipe.train.checkpoint import CheckpointError
+    from slimpipe.weights import WeightsError
+    from slimpipe.weights import convert as run
+
+    with _told_in_one_line(WeightsError, CheckpointError):
+        typer.echo(run(source, output, dtype, round(shard_gb * 1e9)))
 
 
 ScheduleOption = Annotated[str, typer.Option(help=f"One of {', '.join(BUILT)}.")]

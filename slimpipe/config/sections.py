@@ -339,6 +339,11 @@ class TrainConfig(Section):
     output: Annotated[str, Field(min_length=1), Allowed("a path")] = Field(
         description="The run's folder: `config.yaml`, `metrics.jsonl`, `checkpoints`. A run that is there goes on."
     )
+    init_from: Annotated[str | None, Field(min_length=1), Allowed("a path or null")] = Field(
+        default=None,
+        description="Weights that a new run starts from, and nothing else: a run's folder, a checkpoint's, or a "
+        "Hugging Face folder of a Llama (`config.json`, `*.safetensors`). A run with checkpoints goes on from those.",
+    )
     global_batch: PositiveInt = Field(description="Sequences a step, over all data-parallel ranks.")
     micro_batch: PositiveInt = Field(
         default=1,

@@ -25,10 +25,11 @@ from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, sta
 from slimpipe.plan.hardware import load_hardware
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
-from slimpipe.train.checkpoint import CheckpointError
+from slimpipe.train.checkpoint import CheckpointError, Peers
 from slimpipe.train.checkpoint.folders import home
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.held_out import HeldOut
+from slimpipe.train.init_from import refuse_source, start_from
 from slimpipe.train.nonfinite import NonFinite
 from slimpipe.train.planning import make_plan
 from slimpipe.train.profiling import Profiling
@@ -55,6 +56,7 @@ def train(config: Config) -> None:
     _write_whole_lines()
     _try_what_can_fail(config)
     refuse_changes(config)
+    refuse_source(config)
     data = open_data(config.data, config.model.vocab_size, config.train.seed, _leads())
     loader = Loader(data.train, config.train.global_batch)
     held_out = HeldOut(config, data.evaluation)
@@ -110,7 +112,11 @@ def _run(
         session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
         if processes.rank == 0 and session.attention is not None:
             print(f"attention: {session.attention}", flush=True)
-        saving.start(session, loader)
+        if not saving.start(session, loader) and config.train.init_from is not None:
+            peers = Peers.of_job("weights to start from", config.train.checkpoint_seconds)
+            lines = start_from(config, session, peers, progress)
+            if processes.rank == 0:
+                print("\n".join(lines), flush=True)
         _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.

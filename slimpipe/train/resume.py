@@ -62,6 +62,11 @@ def _refuse(config: Config, there: Path, note: Note) -> None:
         raise CheckpointError(
             f"{there}: its format is {shown(note.get('format'))}, not {_FORMAT}; use its own slimpipe"
         )
+    if note.get("weights_only"):
+        raise CheckpointError(
+            f"{there}: holds weights alone, nothing to go on from; set train.init_from to {there.parent.parent} and "
+            "train.output to another folder"
+        )
     lines = [
         f"{key} = {shown(now)}: the run in train.output was trained with {shown(before)} ({there.name}); set it "
         "back, or choose another train.output"

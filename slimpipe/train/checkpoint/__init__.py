@@ -6,7 +6,7 @@ beside its place and renamed into it: a half-written one is never found. Any lay
 nothing of it. docs/checkpoints.md is the user's view.
 """
 
-from slimpipe.train.checkpoint.choose import Choice, choose, newest
+from slimpipe.train.checkpoint.choose import Choice, choose, newest, verify_together
 from slimpipe.train.checkpoint.errors import CheckpointError
 from slimpipe.train.checkpoint.folders import place
 from slimpipe.train.checkpoint.parts import Part, State
@@ -34,6 +34,7 @@ __all__ = [
     "read_weights",
     "shapes",
     "verify",
+    "verify_together",
     "weight_shapes",
     "write",
 ]

@@ -51,6 +51,14 @@ def choose(run: Path, peers: Peers) -> Choice:
     return Choice(None)
 
 
+def verify_together(checkpoint: Path, peers: Peers) -> None:
+    """Raises CheckpointError, on every rank, where a file is missing, truncated or damaged; each of `peers` looks at a
+    share of them."""
+    faults = [fault for share in peers.from_all(digests.faults(checkpoint, peers.rank, peers.world)) for fault in share]
+    if faults:
+        raise CheckpointError(f"{checkpoint}: {faults[0]}; use another checkpoint")
+
+
 def newest(run: Path) -> Choice:
     """As `choose`, for this process alone. Raises CheckpointError also where there is none."""
     choice = choose(run, Peers())

@@ -60,6 +60,10 @@ class Part:
         """The same part with its values in `tensor`."""
         return dataclasses.replace(self, tensor=tensor)
 
+    def values(self) -> Tensor:
+        """What is written of it, asked for when its turn comes."""
+        return self.tensor.detach()
+
 
 State = Mapping[str, Part]
 
@@ -77,7 +81,7 @@ class PartsToSave(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         part: Part = self.state_dict[write_item.index.fqn]
-        return part.tensor.detach()
+        return part.values()
 
 
 def _write_item(name: str, part: Part) -> WriteItem:

@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | convert | report | data | simulate | draw`.
+"""`slimpipe train | generate | convert | report | doctor | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from slimpipe.cli_data import data_app
 from slimpipe.config import ConfigError, check_output, check_world, load_config
+from slimpipe.doctor.command import doctor
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware import load_hardware
 from slimpipe.schedule import (
@@ -132,6 +133,9 @@ def generate(
 
     with _told_in_one_line(DataError, CheckpointError):
         typer.echo(complete(run, prompt, max_tokens, temperature, top_k, seed, device))
+
+
+app.command()(doctor)
 
 
 @app.command()

@@ -21,9 +21,11 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "config": {"schedule"},
     "plan": {"schedule"},
-    "parallel": {"kernels"},
+    "report": set(),
+    "doctor": {"kernels", "plan"},
     "models": {"config", "kernels"},
-    "runtime": {"schedule", "kernels", "models", "parallel"},
+    "runtime": {"schedule", "kernels", "models"},
+    "parallel": {"kernels", "runtime"},
     "train": {"schedule", "kernels", "data", "config", "plan", "parallel", "models", "runtime"},
 }
 # The command line stands above all.

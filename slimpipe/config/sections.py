@@ -395,6 +395,11 @@ class TrainConfig(Section):
         default=None,
         description="Tokens a chunk of the output layer: bounds its temporaries. Default: by free memory, and shown.",
     )
+    weight_grad_slices: PositiveInt = Field(
+        default=1,
+        description="Backwards whose weight gradients one GEMM adds. Above 1, slices' activations and gradients wait "
+        "for it in memory; worth a try where slices are short (`benchmarks/weight_grad.py`). For slimpipe's layers.",
+    )
     z_loss: NonNegativeFloat = Field(
         default=0.0, description="Weight of the squared log-sum-exp of the logits in the loss; keeps it near 0."
     )

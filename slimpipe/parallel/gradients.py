@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimpipe.kernels.fuse import wide
+from slimpipe.kernels.weight_grad import Waiting, waiting_of
 from slimpipe.runtime.carrier import Carrier
 
 
@@ -18,9 +19,12 @@ class GradientBuffer:
 
     slimpipe's own kernels add into `main_grad` themselves. A gradient that autograd makes in the usual way, by a plain
     torch.nn module in a user's model, is added and dropped as soon as it is there.
+
+    `slices` above 1: slimpipe's linears multiply the factors of so many backwards at once; `flush` adds those that
+    still wait at a step's end.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], slices: int = 1) -> None:
         self._parameters = parameters
         first = next(iter(parameters.values()))
         # Each view starts on a 16-byte boundary, which the GEMM's epilogue wants.
@@ -28,10 +32,27 @@ class GradientBuffer:
         self.buffer = torch.zeros(sum(sizes), dtype=wide(first.dtype), device=first.device)
         for parameter, part in zip(parameters.values(), self.buffer.split(sizes), strict=True):
             parameter.main_grad = part[: parameter.numel()].view_as(parameter)  # type: ignore[attr-defined]
+            if slices > 1 and parameter.dim() == 2:
+                parameter.main_grad.waiting = Waiting(slices)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
     def zero(self) -> None:
+        """Forgets what a step left, one that failed too."""
+        for waiting, _ in self._waiting():
+            waiting.clear()
         self.buffer.zero_()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Adds all that waits: the gradients are whole from here on."""
+        for waiting, gradient in self._waiting():
+            waiting.flush(gradient)
+
+    def _waiting(self) -> Iterator[tuple[Waiting, Tensor]]:
+        for gradient in self.views().values():
+            waiting = waiting_of(gradient)
+            if waiting is not None:
+                yield waiting, gradient
 
     def views(self) -> dict[str, Tensor]:
         """Gradients by layout-free name."""

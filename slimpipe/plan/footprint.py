@@ -28,6 +28,7 @@ KNOBS: Final = {
     "output layer": "lower train.ce_chunk",
     "transfers": "raise pipeline.slices",
     "loan buffers": "set pipeline.exchange: off, or raise pipeline.slices",
+    "waiting factors": "lower train.weight_grad_slices",
     "working set": "raise pipeline.slices",
 }
 """What to change where a term is too large."""
@@ -73,7 +74,8 @@ class Footprints:
     def ranks(self) -> tuple[Footprint, ...]:
         loans = (0,) * self.plan.shape.p
         if self.exchange is not None:
-            sizes = loan_bytes(self.config.model, self._slice, self.config.train.micro_batch, self._element)
+            again = self.exchange.again
+            sizes = loan_bytes(self.config.model, self._slice, self.config.train.micro_batch, self._element, again)
             loans = buffer_bytes(self.exchange, sizes)
         return tuple(Footprint(self._terms(rank, loans[rank])) for rank in range(self.plan.shape.p))
 
@@ -94,6 +96,7 @@ class Footprints:
             "output layer": self._output_layer(rank),
             "transfers": self._transfers(rank),
             "loan buffers": loans,
+            "waiting factors": self._waiting_factors(rank),
             "working set": self._working_set(rank),
         }
 
@@ -169,6 +172,14 @@ class Footprints:
         received = peak_held(actions, Op.RECV_FORWARD, Op.FORWARD) + peak_held(actions, Op.RECV_BACKWARD, Op.BACKWARD)
         links = {(action.op, action.peer) for action in actions if action.op.is_send}
         return (received + self.send_window * len(links)) * self._hidden
+
+    def _waiting_factors(self, rank: int) -> int:
+        """Inputs and output gradients of each layer's four GEMMs, of the backwards whose weight gradients wait."""
+        model = self.config.model
+        widths = 4 * model.hidden_size + 3 * model.intermediate_size
+        widths += 2 * (model.heads + model.kv_heads) * model.head_dim
+        layers = sum(self._layers(rank, chunk) for chunk in range(self.plan.shape.v))
+        return (self.config.train.weight_grad_slices - 1) * layers * widths * self._tokens * self._element
 
     def _working_set(self, rank: int) -> int:
         """What one block's backward needs beside what is kept: what it makes again, and the larger of its two halves.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.fuse import wide
+from slimpipe.kernels.sums import add_rounded
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class LayerSlots:
             return dk, dv
         assert self.dk is not None and self.dv is not None
         tokens = slice(*self.positions(place.slot, place.slot + 1))
-        return (self.dk[:, tokens] + dk).to(dk.dtype), (self.dv[:, tokens] + dv).to(dv.dtype)
+        return add_rounded(self.dk[:, tokens], dk), add_rounded(self.dv[:, tokens], dv)
 
     def positions(self, start: int, stop: int) -> tuple[int, int]:
         """Token positions of slots start .. stop - 1, half-open."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
-from slimpipe.kernels.fuse import upcast
 from slimpipe.kernels.merge import merge
+from slimpipe.kernels.sums import sum_rounded
 from slimpipe.runtime.exchange import LayerExchange
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.schedule.lending import Range, without
@@ -76,7 +76,7 @@ class LayerAttention:
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)
-        return _sum_rounded_once(dq_parts), dk, dv
+        return sum_rounded(dq_parts), dk, dv
 
     def _blocks(self, exchange: LayerExchange | None) -> tuple[Range, list[Range]]:
         """Positions of the causal block and of the blocks of the past that this rank computes itself.
@@ -129,12 +129,6 @@ class _AttentionAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.layer.backward(dout, *ctx.saved_tensors), None, None
-
-
-def _sum_rounded_once(parts: list[Tensor]) -> Tensor:
-    if len(parts) <= 2:  # adding two rounds once by itself
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return torch.stack([upcast(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
 def sliced_attention(

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from slimpipe.kernels.fuse import wide
 from slimpipe.kernels.merge import merge
+from slimpipe.kernels.sums import sum_rounded
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
 from slimpipe.runtime.stage import Stage
@@ -100,33 +101,37 @@ def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
         return
     own: set[tuple[int, int]] = set()
     helped: set[int] = set()
-    counts: set[int] = set()
+    counts: set[tuple[int, int]] = set()
     for action in engine.actions:
         if action.op.is_compute:
             ranges, lent = engine.past_ranges(action)
             own |= {(action.unit.chunk, stop - start) for start, stop in ranges}
             # A slice may be one block with a part of its past, where the backend can, or may not.
-            counts |= {1 + len(ranges) + lent, max(1, len(ranges) + lent)}
+            counts |= {(1 + len(ranges), lent), (max(1, len(ranges)), lent)}
         if engine.loans is not None and (action.op.is_compute or action.op.is_help):
             helped |= engine.loans.helped_lengths(action)
     q = torch.zeros(query, dtype=keys.dtype, device=keys.device)
+    dq = torch.zeros_like(q)
     for chunk, length in sorted(own):
         # Views of the real buffer: cuDNN's graphs are kept by strides too.
         k, v = engine.layer_slots[chunk][engine.stages[chunk].layers[0]].read(0, length)
-        _there_and_back(engine, q, k, v)
+        dq = _there_and_back(engine, q, k, v)
     for length in sorted(helped):
         k = torch.zeros(query[0], length, *keys.shape[2:], dtype=keys.dtype, device=keys.device)
         _there_and_back(engine, q, k, k.clone())
     shape = (query[0], query[2], query[1])
-    for count in sorted(counts):
+    for computed, lent in sorted(counts):
         # Tensors of their own: the compiler's code for one number of parts also depends on which are the same.
-        lses = [torch.zeros(shape, dtype=wide(keys.dtype), device=keys.device) for _ in range(count)]
-        merge([torch.zeros_like(q) for _ in range(count)], lses)
+        lses = [torch.zeros(shape, dtype=wide(keys.dtype), device=keys.device) for _ in range(computed + lent)]
+        merge([torch.zeros_like(q) for _ in lses], lses)
+        # The kernel's gradients are laid out as it likes, those that come from other ranks as they were sent.
+        sum_rounded([torch.zeros_like(dq if part < computed else q) for part in range(computed + lent)])
 
 
-def _there_and_back(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _there_and_back(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The gradient of q."""
     out, lse = engine.backend.forward(q, k, v, causal=False)
-    engine.backend.backward(torch.zeros_like(q), q, k, v, out, lse, causal=False)
+    return engine.backend.backward(torch.zeros_like(q), q, k, v, out, lse, causal=False)[0]
 
 
 def _allocated(device: torch.device) -> int:

@@ -166,7 +166,7 @@ class Session:
         self.parameters = {name: shard.weight for name, shard in self.shards.items()}
         for stage in self.stages:
             self.parameters |= stage.parameters
-        self.gradient_buffer = GradientBuffer(self.parameters)
+        self.gradient_buffer = GradientBuffer(self.parameters, config.train.weight_grad_slices)
         self._tied_group = self._make_tied_group()
         self._optimizer: MasterAdamW | None = None
         self.steps_done = 0
@@ -368,6 +368,8 @@ class Session:
             raise ValueError("the step's labels are all masked (-100): there is nothing to learn from")
         self.gradient_buffer.zero()
         loss = self.engine.step(self.make_batch(tokens, labels, scale=1.0 / valid))
+        with self.clock.busy("weight gradients"):
+            self.gradient_buffer.flush()
         if self._tied_group is not None and self._tied is not None:
             self.progress.now("sum of the tied embedding's gradients")
             sum_tied(self.gradients()[self._tied], self._tied_group, self.carrier)

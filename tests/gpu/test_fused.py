@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimpipe.kernels import cross_entropy, merge, norm, rope, swiglu
+from slimpipe.kernels import cross_entropy, merge, norm, rope, sums, swiglu
 from slimpipe.kernels.weight_grad import add_matmul
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +32,7 @@ def cases() -> dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]]:
         "norm backward": (norm.rms_norm_backward, lambda: (noise(*g), noise(*x), rstd(), noise(*w))),
         "swiglu forward": (swiglu.swiglu_forward, lambda: (noise(1, 512, 2048),)),
         "swiglu backward": (swiglu.swiglu_backward, lambda: (noise(1, 512, 1024), noise(1, 512, 2048))),
+        "add rounded": (sums.add_rounded, lambda: (noise(1, 512, 8, 128, dtype=torch.float32), noise(1, 512, 8, 128))),
         "rope": (rope.rotate, lambda: (noise(1, 512, 8, 128), angles.cos().cuda(), angles.sin().cuda())),
         "cross-entropy statistics": (
             cross_entropy.shard_statistics,
@@ -75,6 +76,16 @@ def test_merge_on_the_gpu_equals_the_reference() -> None:
     expected, expected_lse = merge.merge_reference([x.double() for x in outs], [x.double() for x in lses])
     assert float((out.double() - expected).norm() / expected.norm()) <= 3e-3
     assert torch.allclose(lse.double(), expected_lse.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_sums_of_parts_are_rounded_once(count: int) -> None:
+    parts = [noise(1, 512, 8, 128 * (i + 1))[..., :128] for i in range(count)]
+    total = sum(part.double() for part in parts)
+    found = sums.sum_rounded(parts)
+    assert found.dtype == torch.bfloat16
+    # To the neighbouring number at most where fp32 and fp64 fall on different sides of a tie.
+    assert float((found.double() - total).norm() / total.norm()) <= 2e-3
 
 
 def test_weight_gradients_add_up_in_fp32() -> None:

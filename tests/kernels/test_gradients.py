@@ -16,6 +16,7 @@ from slimpipe.kernels.linear import linear
 from slimpipe.kernels.mlp import norm_swiglu
 from slimpipe.kernels.norm import norm_linear, rms_norm
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
+from slimpipe.kernels.sums import add_rounded, sum_rounded
 from slimpipe.kernels.swiglu import swiglu_linear
 from slimpipe.kernels.weight_grad import add_matmul
 from slimpipe.parallel.gradients import GradientBuffer
@@ -177,6 +178,18 @@ def test_bf16_products_are_added_up_in_fp32() -> None:
         added += g.double().T @ x.double()
     assert float((acc.double() - 1000 - added).norm()) <= 0.01 * float(added.norm())
     assert float((low.double() - 1000 - added).norm()) >= 0.5 * float(added.norm())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_parts_are_summed_and_rounded_once(count: int) -> None:
+    parts = [
+        torch.randn(2, 5, 3, 2 * (i + 1), generator=torch.Generator().manual_seed(i))[..., :2] for i in range(count)
+    ]
+    half = [part.bfloat16() for part in parts]
+    assert torch.equal(sum_rounded(half), sum(part.double() for part in half).bfloat16())  # type: ignore[union-attr]
+    acc, part = torch.full((3, 2), 256.0), torch.full((3, 2), 1.5).bfloat16()
+    assert torch.equal(add_rounded(acc, part), torch.full((3, 2), 258.0).bfloat16())
+    assert (acc == 256).all()
 
 
 def test_backends_are_chosen_by_device_and_refused_by_name() -> None:

@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n16-vocab": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True},
     # Receives posted when they are wanted, and two actions ahead.
     "64k-n16-ahead0": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False, "ahead": 0},
+    # Transfers of NCCL's hold few of the GPU's processors.
+    "64k-n16-vocab-ctas4": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ctas": 4},
     "64k-n16-vocab-ahead2": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ahead": 2},
     **{
         f"{kib}k-n16-{mode}": {
@@ -132,7 +134,7 @@ def config_of(case: dict[str, Any]) -> Config:
                 "rope_theta": 500000.0,
                 **case.get("model", {}),
             },
-            "parallel": {"pp": case["ranks"], "carrier": case.get("carrier", "auto")},
+            "parallel": {"pp": case["ranks"], "carrier": case.get("carrier", "auto"), "nccl_ctas": case.get("ctas")},
             "pipeline": {
                 "schedule": "slimpipe",
                 "slices": case["n"],

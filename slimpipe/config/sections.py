@@ -135,6 +135,11 @@ class ParallelConfig(Section):
         description="What moves tensors between ranks. `auto`: NCCL between GPUs, gloo between CPUs. `host`: gloo, "
         "through host memory: slow, but several processes can share a GPU.",
     )
+    nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
+        default=None,
+        description="Most thread blocks, so at most as many of the GPU's processors, that one NCCL transfer between "
+        "pipeline ranks holds, also while it waits for the other side. Default: NCCL's own choice.",
+    )
 
     @property
     def world_size(self) -> int:

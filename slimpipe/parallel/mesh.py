@@ -59,7 +59,7 @@ def pick_carrier(config: Config, local_rank: int) -> Carrier:
     device = pick_device(config.train.device, local_rank, shared=through_host)
     if config.parallel.carrier == "nccl" and device.type == "cpu":
         raise ValueError("parallel.carrier = nccl: moves the memory of GPUs, and this runs on a CPU; use auto")
-    return Carrier(device, through_host and device.type == "cuda")
+    return Carrier(device, through_host and device.type == "cuda", config.parallel.nccl_ctas)
 
 
 def prepare_process(config: Config) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """`device`: where ranks compute. `through_host`: transfers go by way of host memory."""
+    """`device`: where ranks compute. `through_host`: transfers go by way of host memory. `ctas`: most thread blocks of a
+    transfer by NCCL; None leaves it to NCCL."""
 
     device: torch.device
     through_host: bool = False
+    ctas: int | None = None
 
     @property
     def memory(self) -> torch.device:
@@ -34,6 +38,17 @@ class Carrier:
     def binds(self) -> torch.device | None:
         """What a group is bound to when it is made: NCCL then builds its communicator at once, gloo knows no device."""
         return self.device if self.backend == "nccl" else None
+
+    def new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """A group whose communicator is built at once. Collective over all processes of the default group."""
+        options: Any = None
+        if self.ctas is not None and self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = self.ctas
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), device_id=self.binds, group_desc=name, pg_options=options
+        )
+        return group
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """The tensor's values where they can be carried, contiguous: the tensor itself where it lies there."""

@@ -62,8 +62,7 @@ class DistributedCollectives:
         self._ranks, self._carrier = ranks, carrier
         self._others = [other for other in range(len(ranks)) if other != rank]
         self._groups = {
-            communicator: dist.new_group(list(ranks), device_id=carrier.binds, group_desc=f"vocabulary {communicator}")
-            for communicator in COMMUNICATORS
+            communicator: carrier.new_group(ranks, f"vocabulary {communicator}") for communicator in COMMUNICATORS
         }
         for group in self._groups.values():  # sets them up, in one order
             dist.all_reduce(torch.zeros(1, device=carrier.memory), group=group)

@@ -85,7 +85,7 @@ class DistributedExchange:
 
     def __init__(self, ranks: Sequence[int], carrier: Carrier) -> None:
         self._ranks, self._carrier = ranks, carrier
-        self._group = dist.new_group(list(ranks), device_id=carrier.binds, group_desc="exchange")
+        self._group = carrier.new_group(ranks, "exchange")
         dist.all_reduce(torch.zeros(1, device=carrier.memory), group=self._group)
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:

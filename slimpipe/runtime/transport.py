@@ -76,7 +76,7 @@ class DistributedTransport:
         self._sends: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
         # A device makes NCCL build the communicator here, in this one order, and not at a first transfer in mid-step.
         for link in links:
-            group = dist.new_group([ranks[link.src], ranks[link.dst]], device_id=carrier.binds, group_desc=str(link))
+            group = carrier.new_group([ranks[link.src], ranks[link.dst]], str(link))
             if rank in (link.src, link.dst):
                 self._groups[link] = group
                 self._sends[link] = deque()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Carrier:
-    """`device`: where ranks compute. `through_host`: transfers go by way of host memory. `ctas`: most thread blocks of a
-    transfer by NCCL; None leaves it to NCCL."""
+    """`device`: where ranks compute. `through_host`: transfers go by way of host memory. `ctas`: most thread blocks
+    that a transfer of NCCL's may hold; None leaves it to NCCL."""
 
     device: torch.device
     through_host: bool = False

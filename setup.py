@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -33,15 +34,32 @@ class BuildCsrc(build_ext):
         # A library left by an earlier build must not pass for this one's.
         for stale in {target, ROOT / self.get_ext_filename(ext.name)}:
             stale.unlink(missing_ok=True)
+            stale.with_name("_C_cuda.so").unlink(missing_ok=True)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             compile_operators([str(ROOT / source) for source in ext.sources], target)
+            compile_cuda_part(target.with_name("_C_cuda.so"))
         except Exception as error:
             reason = " ".join(str(error).split())
             print(f"slimpipe: csrc not built ({reason[:600]}); the PyTorch fallbacks will be used", flush=True)
 
 
-def compile_operators(sources: list[str], target: Path) -> None:
+def compile_cuda_part(target: Path) -> None:
+    """Compiles csrc/cuda where torch has CUDA (it needs neither nvcc nor CUDA's headers); prints why if it fails."""
+    import torch
+
+    if torch.version.cuda is None:
+        return
+    try:
+        compile_operators(sorted(str(path) for path in (ROOT / "csrc" / "cuda").glob("*.cpp")), target, ["-lc10_cuda"])
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        print(
+            f"slimpipe: csrc/cuda not built ({reason[:600]}); swapping does without its allocator callback", flush=True
+        )
+
+
+def compile_operators(sources: list[str], target: Path, libraries: Sequence[str] = ()) -> None:
     """Compiles C++ operators against the installed torch in one command. Raises if anything is missing or fails."""
     # Imported here, not above: pip runs this file several times, and only one of those builds.
     from torch.utils.cpp_extension import include_paths, library_paths
@@ -49,9 +67,10 @@ def compile_operators(sources: list[str], target: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
     if shutil.which(compiler[0]) is None:
         raise FileNotFoundError(f"no C++ compiler: {compiler[0]} not found")
-    command = [*compiler, "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wall"]
-    command += [f"-I{path}" for path in include_paths()] + sources
-    command += [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(target)]
+    command = [*compiler, "-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fopenmp", "-Wall"]
+    command += [*(f"-I{path}" for path in include_paths()), *sources]
+    command += [f"-L{path}" for path in library_paths()]
+    command += ["-lc10", "-ltorch_cpu", "-ltorch", *libraries, "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
@@ -77,13 +96,17 @@ setup(
         "filelock",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pyarrow"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pyarrow", "scipy"],
         "flash": ["flash-attn-4>=4.0.0b36"],
         "log": ["tensorboard"],
         "parquet": ["pyarrow"],
         "wandb": ["wandb"],
     },
     entry_points={"console_scripts": ["slimpipe = slimpipe.cli:app"]},
-    ext_modules=[Extension("slimpipe._C", sources=["csrc/merge_lse.cpp"], optional=True)],
+    ext_modules=[
+        Extension(
+            "slimpipe._C", sources=["csrc/merge_lse.cpp", "csrc/operators.cpp", "csrc/pending.cpp"], optional=True
+        )
+    ],
     cmdclass={"build_ext": BuildCsrc},
 )

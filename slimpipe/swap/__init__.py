@@ -1,0 +1,14 @@
+"""Swapping of activations to host memory: a library for any eager PyTorch training loop (DESIGN.md section 7).
+
+    from slimpipe.swap import SwapManager
+
+The user's page is docs/swap.md. Correctness lies in `executor.py` alone: whatever profile, policy and stages come up
+with, an unpacked tensor is there and right.
+"""
+
+from slimpipe.swap.manager import SwapManager
+from slimpipe.swap.settings import SwapSettings
+from slimpipe.swap.simulated_streams import SimulatedStreams
+from slimpipe.swap.stages import Stage
+
+__all__ = ["SimulatedStreams", "Stage", "SwapManager", "SwapSettings"]

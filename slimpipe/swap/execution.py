@@ -1,0 +1,32 @@
+"""A policy in the form that the executor follows: by number of the saved tensor and by operator. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slimpipe.swap.features import Feature
+
+
+@dataclass(frozen=True)
+class Times:
+    """Operators at which a tensor leaves the device and at which its copy back is started."""
+
+    release: int
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """`expected[i]`: what the i-th large saved tensor of the step looks like; `packed_at[i]`: the operator it was saved
+    at; `swaps[i]`: when it goes and comes back, for those that are moved."""
+
+    expected: tuple[Feature, ...] = ()
+    packed_at: tuple[int, ...] = ()
+    swaps: dict[int, Times] = field(default_factory=dict)
+
+    peak: int = 0
+    """Bytes in use on the device at most, as planned."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.expected[number].nbytes for number in self.swaps)

@@ -1,0 +1,106 @@
+"""The detailed profile of one step: what was saved, when it was used, the memory and the time at every hook.
+
+A *moment* is a call of a hook: the points at which the manager can act. Memory of moment k is the most in use between
+it and the next one, with what was away at the time added: the curve of a step that moves nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+
+from slimpipe.swap.features import Feature
+from slimpipe.swap.references import references
+from slimpipe.swap.saved import Saved, SavedReference
+from slimpipe.swap.streams import Mark, Streams
+from slimpipe.swap.timeline import Candidate, Timeline
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`candidates[i].name` is a place in `features`; `operators[k]` the operator count at moment k."""
+
+    features: tuple[Feature, ...]
+    packed_at: tuple[int, ...]
+    operators: tuple[int, ...]
+    timeline: Timeline
+    candidates: tuple[Candidate, ...]
+
+
+class Recorder:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._operators: list[int] = []
+        self._marks: list[Mark] = []
+        self._memory: list[int] = []
+        self._features: list[Feature] = []
+        self._packed_at: list[int] = []
+        self._born: list[int] = []
+        self._last_use: dict[int, int] = {}
+        self._first_use: dict[int, int] = {}
+        self._names: dict[int, int] = {}
+        """By serial."""
+        self._open: dict[int, tuple[SavedReference, int]] = {}
+        """Those that others may hold still: (reference, storage) by name."""
+        self._of_storage: defaultdict[int, list[SavedReference]] = defaultdict(list)
+        self._away = 0
+        streams.peak_memory(restart=True)
+
+    def moment(self, operator: int, away: int) -> None:
+        peak = self._streams.peak_memory(restart=True)
+        if self._memory:
+            self._memory[-1] = peak + self._away
+        self._away = away
+        self._memory.append(self._streams.memory_in_use() + away)
+        self._operators.append(operator)
+        self._marks.append(self._streams.mark())
+        self._look_who_let_go()
+
+    def born(self, saved: Saved, name: int, operator: int) -> None:
+        assert saved.feature is not None and name == len(self._features)
+        reference = weakref.ref(saved)
+        self._features.append(saved.feature)
+        self._packed_at.append(operator)
+        self._born.append(self._now)
+        self._names[saved.serial] = name
+        self._open[name] = (reference, saved.reference.cdata)
+        self._of_storage[saved.reference.cdata].append(reference)
+
+    def first_used(self, saved: Saved) -> None:
+        name = self._names.get(saved.serial)
+        if name is not None:
+            self._first_use.setdefault(name, self._now)
+
+    def finish(self) -> Profile:
+        """Waits for the device."""
+        if self._memory:
+            self._memory[-1] = max(self._memory[-1], self._streams.peak_memory() + self._away)
+        seconds = tuple(self._streams.seconds(self._marks[0], mark) for mark in self._marks)
+        candidates = tuple(
+            Candidate(name, feature.nbytes, self._born[name], self._last_use[name], self._first_use[name])
+            for name, feature in enumerate(self._features)
+            # Never used: its graph was dropped. Held by others up to its use: moving it frees nothing.
+            if name in self._first_use and name in self._last_use and self._last_use[name] < self._first_use[name]
+        )
+        timeline = Timeline(seconds, tuple(self._memory))
+        return Profile(tuple(self._features), tuple(self._packed_at), tuple(self._operators), timeline, candidates)
+
+    @property
+    def _now(self) -> int:
+        return len(self._operators) - 1
+
+    def _look_who_let_go(self) -> None:
+        for name, (reference, storage) in list(self._open.items()):
+            saved = reference()
+            if saved is None or name in self._first_use:
+                del self._open[name]
+            elif not self._held_by_others(storage):
+                self._last_use[name] = max(self._now - 1, self._born[name])
+                del self._open[name]
+
+    def _held_by_others(self, storage: int) -> bool:
+        """Callers hold a `Saved` of the storage, whose weak reference keeps the address good."""
+        alive = [saved for reference in self._of_storage[storage] if (saved := reference()) is not None]
+        own = sum(saved.original is not None or saved.held is not None for saved in alive)
+        return references(storage) > own + self._streams.aliases(storage)

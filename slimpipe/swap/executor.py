@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from slimpipe.swap.arena import PinnedArenas
 from slimpipe.swap.excluded import Excluded
 from slimpipe.swap.execution import ExecutionPlan
-from slimpipe.swap.features import Feature, Matcher, agreement
+from slimpipe.swap.features import Feature, Matcher
 from slimpipe.swap.geometry import Layout, bytes_of, range_to_move, view_of
 from slimpipe.swap.observer import Observer
 from slimpipe.swap.references import references
@@ -68,6 +68,8 @@ class Executor:
         self.most_in_use = 0
         """Bytes on the device, seen when large tensors were saved in this step."""
         self.stalls: list[tuple[Any, Any]] = []
+        self._this_step: list[SavedReference] = []
+        """As `features`."""
         self._lock = threading.RLock()
         self._plan: ExecutionPlan | None = None
         self._recorder: Recorder | None = None
@@ -94,7 +96,7 @@ class Executor:
         self._learn_what_lasts()
         self.generation += 1
         self.observer, self._recorder, self._others = observer, recorder, others
-        self.features = []
+        self.features, self._this_step = [], []
         self.most_in_use = 0
         self._numbered = {}
         self._follow(plan)
@@ -222,6 +224,7 @@ class Executor:
         self.streams.watch(storage)
         self.holder.compute_streams(self.streams)
         self.features.append(saved.feature)
+        self._this_step.append(reference)
         saved.number = self._number(saved, saved.feature, operator)
         if saved.number is not None:
             self._numbered[saved.number] = reference
@@ -232,33 +235,41 @@ class Executor:
 
     def _number(self, saved: Saved, feature: Feature, operator: int) -> int | None:
         """The tensor's place in the sequence that the plan is for."""
+        number = self._matcher.match(feature)
+        missed = len(self.features) - self._matcher.exact
+        # At the first, second, fourth... that does not fit: in a mixture of experts most never do.
+        if missed & (missed - 1) == 0 and missed and self._change_plan():
+            return saved.number
         plan = self._plan
         if plan is None:
             return None
-        number = self._matcher.match(feature)
         if number is not None:
             # Operators inserted or left out since then shift what is still to come by as much.
             self._drift = operator - plan.packed_at[number]
             self._set_due()
             return number
         self.counts.problem("mismatches", saved.origin)
-        if self._matcher.unmatched > 2 and 4 * self._matcher.unmatched > len(self.features):
-            self._change_plan()
         return None
 
-    def _change_plan(self) -> None:
-        """To the cached plan that what was seen of the step follows best."""
-
-        def follows(plan: ExecutionPlan) -> float:
-            return agreement(plan.expected, self.features)
-
-        here = follows(self._plan) if self._plan is not None else 0.0
-        best = max(self._others, key=follows, default=None)
-        if best is not None and best is not self._plan and follows(best) > max(here, 0.75):
-            self._numbered = {}
-            self._follow(best)
-            for feature in self.features:
-                self._matcher.match(feature)
+    def _change_plan(self) -> bool:
+        """Goes over to the cached plan that follows the step so far to the letter, if there is one."""
+        for plan in self._others:
+            if plan is not self._plan and list(plan.expected[: len(self.features)]) == self.features:
+                break
+        else:
+            return False
+        self._numbered = {}
+        self._follow(plan)
+        for feature, reference in zip(self.features, self._this_step, strict=True):
+            number, saved = self._matcher.match(feature), reference()
+            if number is None or saved is None:
+                continue
+            saved.number = number
+            self._numbered[number] = reference
+            # The last one is new: where it goes is decided by who asked.
+            if number in plan.swaps and saved.state is State.HERE and not saved.used and saved.serial != self._serial:
+                self._decide(saved)
+        return True
 
     # Where a tensor goes
 

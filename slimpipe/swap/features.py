@@ -55,13 +55,3 @@ class Matcher:
             return self.place - 1
         self.unmatched += 1
         return None
-
-
-def agreement(expected: Sequence[Feature], seen: Sequence[Feature]) -> float:
-    """Share of `seen` that follows `expected` exactly from its start on, 1.0 for nothing seen."""
-    if not seen:
-        return 1.0
-    matcher = Matcher(expected)
-    for feature in seen:
-        matcher.match(feature)
-    return matcher.exact / len(seen)

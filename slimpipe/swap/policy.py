@@ -23,6 +23,9 @@ from slimpipe.swap.timeline import Candidate, Limits, Policy, Swap, Timeline
 TRIES = 8
 """Candidates tried, best first, before a moment is given up as one that cannot be lowered."""
 
+EXCHANGES = 200
+"""Exchanges of a chosen candidate for a smaller one that are tried at the end."""
+
 
 def make_policy(
     timeline: Timeline,
@@ -159,6 +162,25 @@ class _Search:
             forced = {name: swap for name, swap in self.forced.items() if name != candidate.name}
             if self.excess(self.swaps(chosen, forced)).sum() <= before:
                 self.chosen, self.forced = chosen, forced
+        self._exchange_for_smaller(before)
+
+    def _exchange_for_smaller(self, excess: int) -> None:
+        """The last one taken was perhaps larger than what was left to lower: a smaller one in its place may do."""
+        tries = EXCHANGES
+        for candidate in sorted(self.chosen.values(), key=lambda c: (-c.nbytes, c.name)):
+            if candidate.name in self.forced:
+                continue
+            without = {name: c for name, c in self.chosen.items() if name != candidate.name}
+            others = [c for c in self.candidates if c.name not in self.chosen and c.nbytes < candidate.nbytes]
+            for other in sorted(others, key=lambda c: (c.nbytes, c.name)):
+                if tries == 0:
+                    return
+                tries -= 1
+                chosen = {**without, other.name: other}
+                swaps = self.swaps(chosen)
+                if self.excess(swaps).sum() <= excess and self._host_fits(swaps):
+                    self.chosen = chosen
+                    break
 
     def take_share(self, share: float) -> None:
         """Those that are away longest, until their bytes make up the share; without stalls as long as that goes."""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,7 +24,7 @@ class Stage(Enum):
     STABLE = "Stable"
 
 
-@dataclass
+@dataclass(eq=False)
 class Known:
     """A kind of step, with its plan, and the plans still to be tried, each with the seconds that its steps took."""
 
@@ -32,6 +33,14 @@ class Known:
     trials: list[ExecutionPlan] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     over_budget: int = 0
+    followers: deque[Known] = field(default_factory=lambda: deque(maxlen=16), repr=False)
+    """The kinds of the steps that came after steps of this one, the latest last."""
+
+    def likely_next(self) -> Known:
+        """The most frequent follower; this kind itself where nothing is known."""
+        if not self.followers:
+            return self
+        return max(reversed(self.followers), key=lambda kind: sum(other is kind for other in self.followers))
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,9 @@ class StageMachine:
         self._stable_steps, self._sequences = stable_steps, sequences
         self._length_change, self._similarity = length_change, similarity
         self._current: Known | None = None
+        """The kind that the next step is expected to be."""
+        self._seen: Known | None = None
+        """The kind of the last step."""
         self._last: Signature | None = None
         self._strangers: list[tuple[Signature, int]] = []
         """Kinds of step without a plan, with the number of times each was seen; the latest last."""
@@ -76,8 +88,9 @@ class StageMachine:
         found = self._find(signature)
         if found is None:
             self._profile_next = self._meet(signature) >= self._stable_steps
+            self._seen = None
         else:
-            self._current = found
+            self._expect(found)
             self._time(found, seconds, followed)
             self._outgrown(found, over_budget)
         self._name_stage()
@@ -88,9 +101,16 @@ class StageMachine:
         found = self._find(signature)
         if found is not None:
             # Another kind than the one that was to be looked at; that one will come.
-            self._current = found
+            self._expect(found)
             return False
         return self._meet(signature) > self._stable_steps
+
+    def _expect(self, found: Known) -> None:
+        """Training and evaluation alternate in some pattern: what comes next is what came next before."""
+        if self._seen is not None:
+            self._seen.followers.append(found)
+        self._seen = found
+        self._current = found if found.trials else found.likely_next()
 
     def _meet(self, stranger: Signature) -> int:
         """How often this kind was seen, this time included."""
@@ -109,7 +129,7 @@ class StageMachine:
         known = Known(signature, plan=plans[0], trials=plans if len(plans) > 1 else [])
         self.known = [other for other in self.known if not self._same(other.signature, signature)]
         self.known = [*self.known[-(self._sequences - 1) :], known]
-        self._current, self._profile_next = known, False
+        self._current, self._seen, self._profile_next = known, known, False
         self._strangers = [(other, n) for other, n in self._strangers if not self._same(other, signature)]
         self._name_stage()
 
@@ -126,7 +146,9 @@ class StageMachine:
         known.over_budget = known.over_budget + 1 if over_budget and not known.trials else 0
         if known.over_budget > 2 * self._stable_steps:
             self.known.remove(known)
-            self._current, self._profile_next = None, True
+            for other in self.known:
+                other.followers.clear()
+            self._current, self._seen, self._profile_next = None, None, True
             self._strangers.append((known.signature, self._stable_steps))
 
     def _find(self, signature: Signature) -> Known | None:

@@ -79,6 +79,19 @@ CASES: dict[str, dict[str, Any]] = {
         "exchange": "balanced",
         "attention": "flash4",
     },
+    # Short slices, and their weight gradients by one GEMM for four.
+    **{
+        f"64k-n64-w{slices}": {
+            "length": 65536,
+            "m": 2,
+            "n": 64,
+            "v": 1,
+            "recompute": "norms",
+            "vocab": True,
+            "weight_grad_slices": slices,
+        }
+        for slices in (1, 4)
+    },
     # Every recompute mode; those with `balanced` lend attention too.
     **{
         f"{kib}k-n16-{recompute}{'-balanced' if exchange == 'balanced' else ''}": {
@@ -154,6 +167,7 @@ def config_of(case: dict[str, Any]) -> Config:
                 "dtype": case.get("dtype", "bfloat16"),
                 "device": case.get("device", "auto"),
                 "attention": case.get("attention", "auto"),
+                "weight_grad_slices": case.get("weight_grad_slices", 1),
                 "watchdog_seconds": 90,
             },
         }

@@ -76,6 +76,12 @@ def test_gradients_and_bytes(mode: Any, n: int, plain: dict[str, Any]) -> None:
     assert abs(measured - expected) <= 0.02 * expected
 
 
+def test_weight_gradients_of_three_slices_in_one_gemm(plain: dict[str, Any]) -> None:
+    """Of m n = 32 backwards: ten waves of three, and two that are left."""
+    session = Session(settings(1, 1, 16, recompute="mlp", weight_grad_slices=3), Carrier(torch.device("cuda", 0)))
+    compare("mlp, weight_grad_slices=3", gradients_of(session), plain)
+
+
 def test_full_with_loans(plain: dict[str, Any], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, here {torch.cuda.device_count()}")

@@ -165,7 +165,7 @@ def scale_is_the_microbatchs_own() -> contextlib.AbstractContextManager[Any]:
 
 @mutation
 def tied_gradients_are_not_summed() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(session_module, "sum_tied", lambda gradient, group: None)
+    return mock.patch.object(session_module, "sum_tied", lambda gradient, group, carrier: None)
 
 
 @contextlib.contextmanager

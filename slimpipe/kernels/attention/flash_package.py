@@ -131,16 +131,18 @@ def load_package(name: str) -> PackagedFlashAttention:
     for module in package.modules:
         try:
             return PackagedFlashAttention(name, importlib.import_module(module))
-        except ImportError as error:
-            reasons.append(str(error))
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
     raise ValueError(f"train.attention = {name}: {'; '.join(reasons)}; {package.remedy}, or use auto")
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package is there, by its module. Imports the packages around it, not itself."""
+    """Whether a package is there. Whether it works is known when it is loaded: that can take seconds."""
     for module in PACKAGES[name].modules:
+        # Of a.b.c only a is imported: b may compile kernels when it is.
+        top = ".".join(module.split(".")[:2])
         try:
-            if importlib.util.find_spec(module) is not None:
+            if importlib.util.find_spec(top) is not None:
                 return True
         except ImportError:
             continue

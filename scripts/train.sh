@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Trains CONFIG with torchrun, on one node or many; run it on every node. Its exit status is that of the training.
+# Run it again to go on where a run was stopped. SIGTERM or SIGINT (Ctrl-C), on any node, has it save and exit with 0;
+# a second one ends it at once.
 #
 #   scripts/train.sh CONFIG [key=value ...]
 #
@@ -60,4 +62,20 @@ else
     rendezvous+=(--rdzv-conf "is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)")
   fi
 fi
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m slimpipe train "$@"
+# torchrun, asked to stop, gives its processes 30 seconds and then reports a failure whatever they did. So it is kept out
+# of the signal's way (a session of its own), and signals go to its processes: these save, for as long as that takes,
+# and end well, and so does torchrun.
+setsid "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m slimpipe train "$@" &
+torchrun=$!
+pass_on() {
+  local processes
+  read -ra processes <<<"$(cat "/proc/$torchrun/task/"*/children 2>/dev/null | tr '\n' ' ')"
+  kill -s "$1" "${processes[@]:-$torchrun}" 2>/dev/null || true
+}
+trap 'pass_on TERM' TERM HUP
+trap 'pass_on INT' INT
+# A signal ends `wait`, not what it waits for.
+while kill -0 "$torchrun" 2>/dev/null; do
+  wait "$torchrun" || true
+done
+wait "$torchrun"

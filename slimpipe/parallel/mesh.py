@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slimpipe.parallel.attempt import fresh_store
 from slimpipe.runtime.carrier import Carrier
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def start_processes(config: Config) -> Processes:
         torch.cuda.set_device(carrier.device)
     if world == 1:
         return Processes(0, 1, carrier, None)
-    store, rank, world = next(dist.rendezvous("env://"))
+    shared, rank, world = next(dist.rendezvous("env://"))
+    store = fresh_store(shared, rank, world)
     dist.init_process_group(
         carrier.backend,
         store=store,

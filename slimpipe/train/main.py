@@ -66,8 +66,7 @@ def train(config: Config) -> None:
     progress, stop = Progress(), Stop()
     processes = start_processes(config)
     try:
-        with stop:
-            _run(config, data, loader, held_out, processes, progress, stop)
+        _run(config, data, loader, held_out, processes, progress, stop)
     except BaseException as error:
         if processes.world == 1:
             raise
@@ -117,7 +116,8 @@ def _run(
             lines = start_from(config, session, peers, progress)
             if processes.rank == 0:
                 print("\n".join(lines), flush=True)
-        _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
+        with stop:  # until now a signal loses nothing
+            _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.
         watchdog.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,7 +39,9 @@ class Saving:
         seconds = config.train.checkpoint_seconds
         self._peers = Peers.of_job("agreement", seconds)
         keeping = Keeping(config.train.keep_last, config.train.keep_every)
-        self._saver = Saver(self._output, Peers.of_job("checkpoint", seconds), keeping, seconds, progress)
+        # A rank's own limit comes first: it knows what it waits for.
+        writers = Peers.of_job("checkpoint", seconds + 60)
+        self._saver = Saver(self._output, writers, keeping, seconds, progress, (self._output / METRICS,))
         if self._peers.leads:
             folders.sweep(self._output)
         self._choice = choose(self._output, self._peers)
@@ -83,8 +84,12 @@ class Saving:
         if dropped:
             self._tell(f"{METRICS}: {dropped} rows of steps that will be done again moved to metrics.dropped.jsonl")
 
+    @property
+    def _beside_steps(self) -> bool:
+        return self._config.train.async_checkpoint and self._config.train.checkpoint_every is not None
+
     def _prepare(self) -> None:
-        if self._config.train.checkpoint_every is None or not self._config.train.async_checkpoint:
+        if not self._beside_steps:
             return
         failure: CheckpointError | None = None
         try:
@@ -108,6 +113,8 @@ class Saving:
         ends = signal is not None or step >= train.steps
         if ends or (train.checkpoint_every is not None and step % train.checkpoint_every == 0):
             self._save(step)
+            if not ends and not self._beside_steps:
+                self._tell(*self._saver.told(patiently=True))
         if not ends:
             return True
         self._tell(*self._saver.finish())
@@ -116,8 +123,6 @@ class Saving:
         return False
 
     def _save(self, step: int) -> None:
-        if self._peers.leads:
-            _to_disk(self._output / METRICS)
         note = resume.make_note(self._config, step, self._data.state_dict(), self._peers.world)
         self._progress.now("copying the state for a checkpoint")
         self._tell(*self._saver.save(resume.state_of(self._session, self._peers.rank), note, step))
@@ -126,10 +131,3 @@ class Saving:
         if self._peers.leads:
             for line in lines:
                 self._say(line)
-
-
-def _to_disk(path: Path) -> None:
-    """A checkpoint must not be there before the rows of its steps."""
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

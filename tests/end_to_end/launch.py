@@ -28,13 +28,14 @@ class Finished:
     err: str
 
 
-def slimpipe(*arguments: str, ranks: int = 1, limit: float = 120, **environment: str) -> Finished:
-    """`slimpipe arguments`, alone or by torchrun on `ranks` processes.
+def slimpipe(*arguments: str, ranks: int = 1, limit: float = 120, restarts: int = 0, **environment: str) -> Finished:
+    """`slimpipe arguments`, alone or by torchrun on `ranks` processes, which it starts again up to `restarts` times.
 
     Raises AssertionError with what it has said where it has not ended after `limit` seconds (a hang: the runs of these
     tests take some ten), or where a process of it outlives it.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [*launcher, "--max-restarts", str(restarts)] if ranks > 1 else []
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
     mark = uuid.uuid4().hex
     job = subprocess.Popen(

@@ -44,6 +44,9 @@ class MisbehavingBlock(Block):
 
 
 def misbehave(what: str) -> None:
+    """In the first attempt; restarted by torchrun, it behaves."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
     if what == "raise":
         raise ArithmeticError("this block has had enough")
     if what == "die":
@@ -82,3 +85,16 @@ class OneLayerShort(Llama):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.layers = self.layers[:-1]
+
+
+class WithDropout(Llama):
+    """Draws random numbers in every forward."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(DroppingBlock(config, layer) for layer in range(config.model.layers))
+
+
+class DroppingBlock(Block):
+    def forward(self, x: Tensor, slice: Slice) -> Tensor:
+        return nn.functional.dropout(super().forward(x, slice), 0.1)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -101,23 +102,16 @@ def _work(
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
     import torch
-    from typer.testing import CliRunner  # noqa: F401  (imported by the command line anyway)
 
     from slimpipe.cli import app
 
     torch.set_num_threads(1)
     first(rank)
-    code = 0
     try:
-        app(["train", config, *overrides], standalone_mode=False)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException as error:
-        code = getattr(error, "exit_code", 1)
-        if not hasattr(error, "exit_code"):
-            import traceback
-
-            traceback.print_exc()
+        code = app(["train", config, *overrides], standalone_mode=False) or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -63,9 +63,9 @@ def finish(checkpoint: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
-    """Has the names in it on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Has a file, or the names in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +19,8 @@ from slimpipe.train.checkpoint.peers import Peers
 from slimpipe.train.checkpoint.staging import Staging
 from slimpipe.train.checkpoint.write import Note, write
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Keeping:
@@ -26,17 +31,25 @@ class Keeping:
 
 
 class Saver:
-    """Every rank has one; `save` is collective. What has been begun is always ended, in the order of the steps.
+    """Every rank has one; `save` is collective. Checkpoints are written in the order of the steps.
 
     The thread talks to the other ranks' threads over `peers`, which nobody else may use.
     """
 
-    def __init__(self, run: Path, peers: Peers, keeping: Keeping, seconds: float, progress: Progress) -> None:
-        """A checkpoint that takes more than `seconds` has failed."""
+    def __init__(
+        self,
+        run: Path,
+        peers: Peers,
+        keeping: Keeping,
+        seconds: float,
+        progress: Progress,
+        records: Sequence[Path] = (),
+    ) -> None:
+        """A checkpoint that takes more than `seconds` has failed. `records` are on disk before one is there: files of
+        the lead's that tell of the steps before it."""
         self._run, self._peers, self._keeping = run, peers, keeping
-        self._seconds, self._progress = seconds, progress
+        self._seconds, self._progress, self._records = seconds, progress, records
         self._staging: Staging | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: tuple[Path, Future[list[str]]] | None = None
 
     def go_beside_steps(self, state: State, device: torch.device) -> None:
@@ -48,14 +61,12 @@ class Saver:
 
     def save(self, state: State, note: Note, step: int) -> list[str]:
         """Begins a checkpoint of `state` after `step` steps. What `told` says of the one before, if it had to be
-        waited for."""
+        waited for. Where nobody has called `go_beside_steps`, the state must stay as it is until this one is told."""
         lines = self.told(patiently=True)
         checkpoint, staging = folders.place(self._run, step), self._staging
         if staging is not None:
             state = staging.copy(state)
-        self._writing = checkpoint, self._thread.submit(self._write, checkpoint, state, note, staging)
-        if staging is None:
-            lines += self.told(patiently=True)
+        self._writing = checkpoint, _in_a_thread(lambda: self._write(checkpoint, state, note, staging))
         return lines
 
     def hold(self) -> None:
@@ -81,11 +92,10 @@ class Saver:
             return [f"checkpoint {error}; training goes on without it"]
 
     def finish(self) -> list[str]:
-        """`told` at the end, and the end of the thread."""
+        """`told` at the end, and the end of the copies."""
         try:
             return self.told(at_the_end=True)
         finally:
-            self._thread.shutdown(wait=False)
             if self._staging is not None:
                 self._staging.close()
 
@@ -102,7 +112,7 @@ class Saver:
         """In the thread. Lines on what else went wrong."""
         if staging is not None:
             staging.wait()
-        write(checkpoint, state, note, self._peers)
+        write(checkpoint, state, note, self._peers, self._records)
         if not self._peers.leads:
             return []
         try:
@@ -110,3 +120,20 @@ class Saver:
         except OSError as error:
             return [f"checkpoint: an old one cannot be removed ({error.strerror or error}): {error.filename}"]
         return []
+
+
+def _in_a_thread(do: Callable[[], T]) -> Future[T]:
+    """What `do` gives or raises. A process that ends does not wait for it: the disk may hang."""
+    future: Future[T] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread starts with the first
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

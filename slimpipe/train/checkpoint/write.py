@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +29,9 @@ Note = Mapping[str, Any]
 """What a checkpoint says besides tensors: plain JSON."""
 
 
-def write(checkpoint: Path, state: State, note: Note, peers: Peers) -> None:
-    """Writes this rank's parts of `state`; collective over `peers`. The lead's note counts.
+def write(checkpoint: Path, state: State, note: Note, peers: Peers, records: Sequence[Path] = ()) -> None:
+    """Writes this rank's parts of `state`; collective over `peers`. The lead's note counts. `records`: files of the
+    lead's that must be on disk before the checkpoint is there.
 
     A part given by several ranks must hold the same values on each. Raises CheckpointError on every rank where a disk
     failed on any.
@@ -39,7 +40,7 @@ def write(checkpoint: Path, state: State, note: Note, peers: Peers) -> None:
     try:
         digests = peers.from_all(_write_parts(checkpoint, state, peers))
         everything = {name: digest for part in digests for name, digest in part.items()}
-        _by_lead(checkpoint, peers, lambda: _finish(checkpoint, note, everything))
+        _by_lead(checkpoint, peers, lambda: _finish(checkpoint, note, everything, records))
     except CheckpointError:
         if peers.leads:
             shutil.rmtree(folders.unfinished(checkpoint), ignore_errors=True)
@@ -62,8 +63,11 @@ def _write_parts(checkpoint: Path, state: State, peers: Peers) -> Mapping[str, D
     return writer.digests
 
 
-def _finish(checkpoint: Path, note: Note, digests: Mapping[str, Digest]) -> None:
+def _finish(checkpoint: Path, note: Note, digests: Mapping[str, Digest], records: Sequence[Path]) -> None:
     folder = folders.unfinished(checkpoint)
+    for record in records:
+        if record.exists():
+            folders.sync(record)
     for name in digests:
         if not (folder / name).exists():
             raise FileNotFoundError(f"{name}, written by another node, is not there: put train.output on a shared disk")

@@ -88,7 +88,7 @@ def _run(
     stop: Stop,
 ) -> None:
     _agree(config, data.fingerprint, processes)
-    saving = Saving(config, progress, stop, lambda line: print(line, flush=True))
+    saving = Saving(config, loader, progress, stop, lambda line: print(line, flush=True))
     if saving.nothing_left:
         if processes.rank == 0:
             print(f"{config.train.output}: all {config.train.steps} steps are done; raise train.steps to go on")
@@ -111,7 +111,7 @@ def _run(
         session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
         if processes.rank == 0 and session.attention is not None:
             print(f"attention: {session.attention}", flush=True)
-        if not saving.start(session, loader) and config.train.init_from is not None:
+        if not saving.start(session) and config.train.init_from is not None:
             peers = Peers.of_job("weights to start from", config.train.checkpoint_seconds)
             lines = start_from(config, session, peers, progress)
             if processes.rank == 0:

@@ -53,11 +53,12 @@ def refuse_changes(config: Config) -> None:
             note = checkpoint.read_note(there)
         except (OSError, ValueError):
             continue
-        _refuse(config, there, note)
+        refuse(config, there, note)
         return
 
 
-def _refuse(config: Config, there: Path, note: Note) -> None:
+def refuse(config: Config, there: Path, note: Note) -> None:
+    """Raises ConfigError, a line for each key, where the checkpoint `there` is of another model than `config`'s."""
     if note.get("format") != _FORMAT:
         raise CheckpointError(
             f"{there}: its format is {shown(note.get('format'))}, not {_FORMAT}; use its own slimpipe"
@@ -77,14 +78,12 @@ def _refuse(config: Config, there: Path, note: Note) -> None:
         raise ConfigError(lines)
 
 
-def resume(config: Config, choice: Choice, session: Session, peers: Peers) -> tuple[Note, list[str]]:
-    """Gives the session the state of the checkpoint that was chosen. Its note, and what there is to tell.
+def resume(config: Config, choice: Choice, note: Note, session: Session, peers: Peers) -> list[str]:
+    """Gives the session the state of the checkpoint that was chosen. What there is to tell.
 
     Collective over `peers`. Raises CheckpointError on every rank where any could not read.
     """
     there = choice.checkpoint
-    note = checkpoint.read_note(there)
-    _refuse(config, there, note)
     failure: CheckpointError | None = None
     try:
         state = session.state()
@@ -102,7 +101,7 @@ def resume(config: Config, choice: Choice, session: Session, peers: Peers) -> tu
     )
     if same_ranks and drawn is not None:
         randomness.restore(drawn, session.device)
-    return note, [*lines, *_told(config, note)]
+    return [*lines, *_told(config, note)]
 
 
 def _told(config: Config, note: Note) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slimpipe.data import DataError
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.train import randomness, resume
-from slimpipe.train.checkpoint import CheckpointError, Keeping, Peers, Saver, choose, folders
+from slimpipe.train.checkpoint import CheckpointError, Keeping, Note, Peers, Saver, choose, folders, read_note
 from slimpipe.train.rows import METRICS, keep_rows
 from slimpipe.train.stop import Stop
 
@@ -32,9 +32,12 @@ class Saving:
     Errors of its own (CheckpointError, ConfigError) are raised on every rank.
     """
 
-    def __init__(self, config: Config, progress: Progress, stop: Stop, say: Callable[[str], None]) -> None:
-        """Looks for where the run starts from, before anything is built. The lead owns the run's folder by now."""
-        self._config, self._progress, self._stop, self._say = config, progress, stop, say
+    def __init__(
+        self, config: Config, data: Position, progress: Progress, stop: Stop, say: Callable[[str], None]
+    ) -> None:
+        """Looks for where the run starts from, before anything is built, and has `data` start there. The lead owns the
+        run's folder by now."""
+        self._config, self._data, self._progress, self._stop, self._say = config, data, progress, stop, say
         self._output = Path(config.train.output)
         seconds = config.train.checkpoint_seconds
         self._peers = Peers.of_job("agreement", seconds)
@@ -45,28 +48,31 @@ class Saving:
         if self._peers.leads:
             folders.sweep(self._output)
         self._choice = choose(self._output, self._peers)
-        self._saved = folders.step_of(self._choice.taken) if self._choice.taken is not None else 0
+        self._note: Note = {}
+        self._saved = 0
+        if self._choice.taken is not None:
+            self._note, self._saved = read_note(self._choice.taken), folders.step_of(self._choice.taken)
+            resume.refuse(config, self._choice.taken, self._note)
+            try:
+                data.load_state_dict(self._note["data"])
+            except DataError as error:
+                raise CheckpointError(str(error)) from error
 
     @property
     def nothing_left(self) -> bool:
         """Whether the run has done all its steps."""
         return self._saved >= self._config.train.steps
 
-    def start(self, session: Session, data: Position) -> bool:
-        """Gives session and data the state of the newest whole checkpoint. False: there is none, the run is new.
+    def start(self, session: Session) -> bool:
+        """Gives the session the state of the newest whole checkpoint. False: there is none, the run is new.
 
         Before the first step: memory for copies of the state is taken here.
         """
-        self._session, self._data = session, data
+        self._session = session
         randomness.seed(self._config.train.seed, self._peers.rank, self._saved, session.device)
         if self._choice.taken is not None:
             with self._progress.patience(f"reading {self._choice.taken}"):
-                note, lines = resume.resume(self._config, self._choice, session, self._peers)
-            try:
-                data.load_state_dict(note["data"])
-            except DataError as error:
-                raise CheckpointError(str(error)) from error
-            self._tell(*lines)
+                self._tell(*resume.resume(self._config, self._choice, self._note, session, self._peers))
         if self._peers.leads:
             self._tidy()
         self._prepare()

@@ -16,7 +16,7 @@ from slimpipe.data.errors import DataError
 from slimpipe.data.indexed import IndexedWriter, bin_path, smallest_dtype
 from slimpipe.data.readers import Batch
 from slimpipe.data.tokenizer import load_tokenizer, train_tokenizer
-from slimpipe.data.tokens import Description, description_path, pair_fingerprint, tokenizer_path
+from slimpipe.data.tokens import Description, pair_fingerprint, tokenizer_path
 
 # Merges are learnt from this much text; more changes the vocabulary little and costs time.
 _TRAINING_BYTES = 16_000_000
@@ -57,8 +57,6 @@ def build_tokens(
         display.update(bar, completed=size)
         if not writer.count:
             raise DataError(f"{name}: has no text; {bin_path(prefix)} is not written")
-        # An old one must not describe new tokens.
-        description_path(prefix).unlink(missing_ok=True)
     if keep_tokenizer:
         tokenizer.save(tokenizer_path(prefix))
     description = Description(

@@ -20,7 +20,7 @@ from slimpipe.data.encode import encode_all
 from slimpipe.data.indexed import bin_path, idx_path
 from slimpipe.data.readers import Batch
 from slimpipe.data.tokenizer import train_tokenizer
-from slimpipe.data.tokens import description_path, tokenizer_path
+from slimpipe.data.tokens import Description, description_path, tokenizer_path
 
 TEXTS = [f"Document {i} says that {i} squared is {i * i}.\n" * (1 + i % 7) for i in range(300)]
 
@@ -100,6 +100,23 @@ def test_a_failed_build_leaves_the_old_file(folder: Path, saved: Path, tmp_path:
     assert TokenFile.open(tmp_path / "x").fingerprint == fingerprint
 
 
+def test_a_build_that_stops_before_its_description(
+    folder: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an older file was: its description must not pass for that of the new tokens."""
+    build_tokens([open_corpus(str(folder))], saved, tmp_path / "x", "text", progress=False)
+    (folder / "d.txt").write_text("more")
+
+    def fail(*_: object) -> None:
+        raise OSError("the power fails")
+
+    monkeypatch.setattr(Description, "write", fail)
+    with pytest.raises(OSError, match="power"):
+        build_tokens([open_corpus(str(folder))], saved, tmp_path / "x", "text", progress=False)
+    with pytest.raises(DataError, match=r"x.bin: not the tokens that x.json describes: .*; build it again"):
+        TokenFile.open(tmp_path / "x")
+
+
 def test_nothing_to_encode(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n\n')
@@ -109,13 +126,14 @@ def test_nothing_to_encode(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_told_with_the_place(saved: Path) -> None:
-    """One is killed while batches are handed out, as the system does where memory runs out."""
+    """They are killed while batches are handed out, as the system does where memory runs out."""
     import multiprocessing
 
     def batches() -> Iterator[Batch]:
         for number in range(40):
             if number == 10:
-                multiprocessing.active_children()[0].kill()
+                for child in multiprocessing.active_children():
+                    child.kill()
             yield Batch("a.txt", number + 1, None, ["some text"], [True])
 
     tokenizer = load_tokenizer(saved)

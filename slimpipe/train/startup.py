@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
+from slimpipe.config import Recompute
 from slimpipe.kernels.attention import select_backend
 from slimpipe.plan.footprint import Footprint
 from slimpipe.schedule import bubble_fraction
@@ -101,10 +102,15 @@ def _fit(run: Forecast) -> Iterator[str]:
 
 
 def remedy(run: Forecast, footprint: Footprint) -> str:
-    """What to change, most of all; recomputation first, where it is off and activations are the most."""
+    """What to change, most of all; where activations are the most, the next mode of recomputation first."""
     largest = max(footprint.terms, key=lambda term: footprint.terms[term])
-    if largest == "activations" and run.config.memory.recompute == "none":
-        return "activations take the most: set memory.recompute: norms, or raise pipeline.slices or parallel.pp"
+    modes: tuple[str, ...] = get_args(Recompute)
+    next_mode = modes.index(run.config.memory.recompute) + 1
+    if largest == "activations" and next_mode < len(modes):
+        return (
+            f"activations take the most: set memory.recompute: {modes[next_mode]}, or raise pipeline.slices or "
+            "parallel.pp"
+        )
     return footprint.remedy
 
 

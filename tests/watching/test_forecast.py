@@ -232,6 +232,13 @@ def test_every_term_has_a_knob() -> None:
         assert remedy(run, Footprint({name: int(name == term) for name in KNOBS})) == f"{term} take the most: {knob}"
 
 
+def test_the_next_mode_of_recomputation_is_advised() -> None:
+    only = Footprint({"activations": 1})
+    found = [remedy(forecast(config_of(case(n=2, recompute=mode))), only) for mode in ("none", "mlp", "full")]
+    assert [text.partition(",")[0].rpartition(": ")[2] for text in found[:2]] == ["norms", "all_but_attention"]
+    assert found[2] == "activations take the most: raise pipeline.slices or parallel.pp"
+
+
 def test_of_many_ranks_the_ends_and_the_fullest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"n": 16, "v": 1, "vocab": True, "length": 65536, "recompute": "none", "m": 1}
     run = on_gpu(settings(row, ranks=32, layers=64), monkeypatch)

@@ -271,7 +271,7 @@ class InOrderTransport:
     """One rank's end of an `InOrderWorld`."""
 
     def __init__(self, world: InOrderWorld, rank: int) -> None:
-        self._world, self._rank = world, rank
+        self._world, self._rank, self._send_window = world, rank, world.send_window
         self._sends: dict[Link, deque[_Posted]] = {}
 
     def post_receive(self, link: Link) -> Receive:
@@ -281,11 +281,14 @@ class InOrderTransport:
 
     def send(self, link: Link, tensor: Tensor) -> None:
         under_way = self._sends.setdefault(link, deque())
-        while len(under_way) >= self._world.send_window:
+        while len(under_way) >= self._send_window:
             self._world.wait(under_way.popleft())
         operation = _Posted(link, self._rank, tensor)
         self._world.post(operation)
         under_way.append(operation)
+
+    def allow(self, sends: int) -> None:
+        self._send_window = max(self._send_window, sends)
 
     def finish(self) -> None:
         for under_way in self._sends.values():

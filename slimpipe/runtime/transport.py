@@ -42,6 +42,10 @@ class Transport(Protocol):
         """Waits until every send of the step has gone out."""
         ...
 
+    def allow(self, sends: int) -> None:
+        """From now on at least so many sends of a link may be under way at once: another plan needs them."""
+        ...
+
 
 class _PostedReceive:
     def __init__(self, work: dist.Work, buffer: Tensor, link: Link, carrier: Carrier) -> None:
@@ -107,6 +111,9 @@ class DistributedTransport:
             work = dist.isend(tensor, self._ranks[link.dst], group=self._groups[link])
         assert work is not None
         under_way.append((work, tensor))
+
+    def allow(self, sends: int) -> None:
+        self._send_window = max(self._send_window, sends)
 
     def finish(self) -> None:
         for link, under_way in self._sends.items():

@@ -53,6 +53,7 @@ class Evaluation:
         config, trained = session.config, session.engine
         self._session = session
         self.planned = make_evaluation_plan(config, session.planned, session.progress.now)
+        trained.transport.allow(self.planned.send_window)
         loans = None
         if self.planned.exchange is not None:
             assert trained.loans is not None

@@ -74,15 +74,16 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
 def make_evaluation_plan(config: Config, trained: Planned, progress: Callable[[str], None]) -> Planned:
     """The plan of an evaluation of one global batch: the schedule's forwards, with passes and loans of their own.
 
-    `trained`: what `make_plan` gave. Both use its transport, and its communicator of the exchange: where it lends
-    nothing, nor does an evaluation. Raises PlanError as `make_plan` does.
+    `trained`: what `make_plan` gave. Both use its communicator of the exchange: where it lends nothing, nor does an
+    evaluation. Raises PlanError as `make_plan` does.
     """
     progress("building the evaluation's plan")
     plan = forward_only(build(config.pipeline.schedule, config.shape))
     plan, exchange = _passes(config, plan, trained.exchange is not None, progress)
     peaks = check(plan, exchange, forward_only=True)
-    replay_in_order(plan, send_window=trained.send_window, exchange=exchange)
-    return Planned(plan, exchange, trained.send_window, peaks)
+    window = max(2, least_send_window(plan, exchange=exchange))
+    replay_in_order(plan, send_window=window, exchange=exchange)
+    return Planned(plan, exchange, window, peaks)
 
 
 def _passes(config: Config, plan: Plan, lend: bool, progress: Callable[[str], None]) -> tuple[Plan, Exchange | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +168,7 @@ class Session:
         self.gradient_buffer = GradientBuffer(self.parameters, config.train.weight_grad_slices)
         self._tied_group = self._make_tied_group()
         self._optimizer: MasterAdamW | None = None
+        self._evaluation: Evaluation | None = None
         self.steps_done = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called in each step before weights and moments change: whoever is still copying them has them wait."""
@@ -269,10 +269,12 @@ class Session:
         self.clock.start()
         return float(sum_over(self._run(tokens, labels), self.group, self.carrier))
 
-    @cached_property
+    @property
     def evaluation(self) -> Evaluation:
         """Forward passes that leave training as it is. Made at first use, by all ranks together."""
-        return Evaluation(self)
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self)
+        return self._evaluation
 
     def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Forward only: every token's cross-entropy [global batch, S] fp32 on the host of every rank, 0 where masked.

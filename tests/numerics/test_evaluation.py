@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from slimpipe.models.example import Block, ParallelBlocks
 from slimpipe.runtime import vocabulary as vocabulary_module
 from slimpipe.runtime.engine import Engine
+from slimpipe.runtime.in_order_transport import InOrderWorld
+from slimpipe.schedule import sliced_work
+from slimpipe.train import planning
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.planning import make_evaluation_plan, make_plan
 from slimpipe.train.session import Session
@@ -106,6 +110,48 @@ def test_the_loss_of_one_process_in_the_planned_memory(case: Case, pool: Callabl
     assert [rank.peak_units for rank in ranks] == list(planned.peaks.units)
     assert [rank.peak_kv_slots for rank in ranks] == [(case.n,) * case.v] * case.pp
     assert [rank.kept for rank in ranks] == [0] * case.pp
+
+
+def evaluate_in_threads(rank: int, world: int, case: Case) -> tuple[list[float], int]:
+    """Each rank's part of the summed loss on the transport with NCCL's rule, and the sends that the plan asks for."""
+    ranks = InOrderWorld(case.pp)
+    config = config_of(case)
+    heavy = sliced_work(case.n, 0.8, config.data.sequence_length // case.n)
+
+    def one_rank(rank: int) -> tuple[float, int]:
+        try:
+            session = Session(
+                config,
+                transport=ranks.transport(rank),
+                collectives=ranks.collectives(rank),
+                exchange_traffic=ranks.exchange(rank),
+                rank=rank,
+            )
+            roughen(session.weights())
+            found = session.evaluation.run(batches(case))
+            assert found is not None
+            return found.loss, session.evaluation.planned.send_window
+        finally:
+            ranks.leave(rank)
+
+    with mock.patch.object(planning, "_work", lambda config: heavy), ThreadPoolExecutor(case.pp) as threads:
+        found = [part.result() for part in [threads.submit(one_rank, rank) for rank in range(case.pp)]]
+    return [loss for loss, _ in found], found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "window"),
+    [
+        (case(pp=4, n=16, m=2, vocab_parallel=True), 3),
+        (case(pp=2, v=2, n=4, m=2), 2),
+        (case(pp=3, n=8, m=2, exchange="balanced", granule=2, vocab_parallel=True), 2),
+    ],
+    ids=str,
+)
+def test_the_same_in_nccls_order(case: Case, window: int, pool: Callable[[int], Pool]) -> None:
+    ((losses, asked),) = pool(1).run(evaluate_in_threads, case)
+    assert asked == window
+    assert sum(losses) == pytest.approx(pool(case.pp).run(evaluate, case)[0].loss, rel=1e-6)
 
 
 def _past_without_its_first_slice() -> Any:

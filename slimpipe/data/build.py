@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from slimpipe.data.corpus import Corpus
 from slimpipe.data.encode import encode_all
 from slimpipe.data.errors import DataError
-from slimpipe.data.indexed import IndexedWriter, bin_path, smallest_dtype
+from slimpipe.data.indexed import IndexedWriter, bin_path, smallest_dtype, writing
 from slimpipe.data.readers import Batch
 from slimpipe.data.tokenizer import load_tokenizer, train_tokenizer
-from slimpipe.data.tokens import Description, pair_fingerprint, tokenizer_path
+from slimpipe.data.tokens import Description, description_path, pair_fingerprint, tokenizer_path
 
 # Merges are learnt from this much text; more changes the vocabulary little and costs time.
 _TRAINING_BYTES = 16_000_000
@@ -58,7 +58,8 @@ def build_tokens(
         if not writer.count:
             raise DataError(f"{name}: has no text; {bin_path(prefix)} is not written")
     if keep_tokenizer:
-        tokenizer.save(tokenizer_path(prefix))
+        with writing(tokenizer_path(prefix)):
+            tokenizer.save(tokenizer_path(prefix))
     description = Description(
         source=name,
         vocab_size=tokenizer.vocab_size,
@@ -67,7 +68,8 @@ def build_tokens(
         fingerprint=pair_fingerprint(prefix),
         sha256=writer.sha256,
     )
-    description.write(prefix)
+    with writing(description_path(prefix)):
+        description.write(prefix)
     return description
 
 

@@ -97,8 +97,7 @@ def _result(batch: Batch, future: Future[Encoded]) -> Encoded:
     except BrokenProcessPool as error:
         raise DataError(
             f"{batch.place}: a process that encoded this, or text soon after, died (killed from outside, or out of "
-            "memory?);"
-            " look at the text there, or use fewer processes (--processes)"
+            "memory?); look at the text there, or use fewer processes (--processes)"
         ) from error
 
 

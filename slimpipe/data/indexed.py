@@ -8,6 +8,7 @@ document.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -103,8 +104,7 @@ class IndexedDataset:
         if index_size != size or not bounds:
             raise DataError(
                 f"{index}: has {index_size} bytes, but its head says {sequences} sequences and {bounds} document "
-                "bounds "
-                f"({size} bytes): it is cut or corrupted; {_REBUILD}"
+                f"bounds ({size} bytes): it is cut or corrupted; {_REBUILD}"
             )
         lengths = _map(index, "<i4", _HEAD.size, sequences)
         pointers = _map(index, "<i8", _HEAD.size + 4 * sequences, sequences)
@@ -166,8 +166,7 @@ def _count(index: Path, lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np
             place = int(wrong.argmax())
             raise DataError(
                 f"{index}: sequence {start + place} has length {part[place]} at byte {pointers[start + place]}, but "
-                "the "
-                f"ones before it end at {expected[place]}: it is corrupted; {_REBUILD}"
+                f"the ones before it end at {expected[place]}: it is corrupted; {_REBUILD}"
             )
         end = int(ends[-1])
     return end
@@ -178,6 +177,16 @@ def _check_bounds(index: Path, bounds: npt.NDArray[np.int64], sequences: int) ->
         part = bounds[max(0, start - 1) : start + _CHUNK]
         if (start == 0 and part[0] != 0) or (np.diff(part) < 0).any() or part[-1] > sequences:
             raise DataError(f"{index}: its document bounds do not rise from 0 to {sequences}: corrupted; {_REBUILD}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes DataError of what the system says while `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{path}: cannot be written ({reason}); make room there, or use another folder") from error
 
 
 class IndexedWriter:
@@ -197,6 +206,7 @@ class IndexedWriter:
         self._digest = hashlib.sha256()
         self._lengths, self._bounds, self._open = array("i"), array("q", [0]), 0
         self._temporary = prefix.with_name(f".{prefix.name}.bin.unfinished")
+        self._temporary_index = prefix.with_name(f".{prefix.name}.idx.unfinished")
 
     @property
     def sha256(self) -> str:
@@ -205,10 +215,8 @@ class IndexedWriter:
 
     def __enter__(self) -> IndexedWriter:
         """Raises DataError if the folder cannot be written, or another process is writing this pair."""
-        try:
+        with writing(bin_path(self.prefix)):
             self._file = self._temporary.open("ab")
-        except OSError as error:
-            raise DataError(f"{bin_path(self.prefix)}: cannot be written ({error.strerror})") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Still this file, or the finished work of another writer by now?
@@ -222,14 +230,16 @@ class IndexedWriter:
         return self
 
     def append(self, tokens: npt.ArrayLike) -> None:
-        """Adds tokens to the sequence under way. Raises DataError for one that the type cannot hold."""
+        """Adds tokens to the sequence under way. Raises DataError for one that the type cannot hold, and on a full
+        disk."""
         given = np.asarray(tokens)
         data = given.astype(self.dtype)
         if given.dtype != self.dtype and not np.array_equal(data, given):
             bad = given[data != given][0]
             raise DataError(f"{bin_path(self.prefix)}: token {bad} does not fit {self.dtype.name}; use a wider type")
         raw = data.tobytes()
-        self._file.write(raw)
+        with writing(bin_path(self.prefix)):
+            self._file.write(raw)
         self._digest.update(raw)
         self.count += len(data)
         self._open += len(data)
@@ -254,21 +264,24 @@ class IndexedWriter:
         finished = False
         try:
             if kind is None:
-                self._finish()
+                with writing(bin_path(self.prefix)):
+                    self._finish()
                 finished = True
         finally:
-            # Closing gives up the lock: after that the name may be another's.
+            # Closing gives up the lock: after that the names may be another's.
             if not finished:
                 self._temporary.unlink(missing_ok=True)
-            self._file.close()
+                self._temporary_index.unlink(missing_ok=True)
+            # On a full disk it would write what is buffered once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _finish(self) -> None:
         if self._open:
             self.end_document()
         self._file.flush()
         os.fsync(self._file.fileno())
-        index = idx_path(self.prefix)
-        temporary = index.with_name(f".{index.name}.unfinished")
+        index, temporary = idx_path(self.prefix), self._temporary_index
         with temporary.open("wb") as file:
             file.write(_HEAD.pack(_MAGIC, 1, self._code, len(self._lengths), len(self._bounds)))
             file.write(np.asarray(self._lengths, "<i4").tobytes())

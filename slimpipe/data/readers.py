@@ -181,11 +181,10 @@ def merged(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _cut(text: str) -> Iterator[tuple[str, bool]]:
-    return (
-        _pieces(io.StringIO(text, newline=""))
-        if len(text) > _PIECE_CHARACTERS
-        else iter([(text, True)] if text else [])
-    )
+    """The pieces of a document; none of an empty one."""
+    if len(text) > _PIECE_CHARACTERS:
+        return _pieces(io.StringIO(text, newline=""))
+    return iter([(text, True)] if text else [])
 
 
 def _pieces(file: TextIO) -> Iterator[tuple[str, bool]]:

@@ -72,8 +72,7 @@ def open_data(
         if same is not None:
             raise DataError(
                 f"{source.key} = {source.name}: the same tokens as {same.key}, which are trained on; use other data, "
-                "or "
-                "data.eval_share"
+                "or data.eval_share"
             )
         evaluation.append(source.part(tokens, 0, tokens.count))
     length = config.sequence_length
@@ -116,8 +115,7 @@ class _Source:
         if tokenizer is not None and description.tokenizer != tokenizer.digest:
             raise DataError(
                 f"{self.key} = {self.name}: was built with another tokenizer than the run's; build it again with that "
-                "one, "
-                "or set data.tokenizer to the one beside it"
+                "one, or set data.tokenizer to the one beside it"
             )
         if description.vocab_size > vocab_size:
             raise DataError(
@@ -150,7 +148,7 @@ def _tokenizer(
     if ready is not None:
         raise DataError(
             f"data.tokenizer: missing; {ready.key} = {ready.name} is tokens already, and {texts[0].key} must be "
-            f"encoded like them; set it to the tokenizer that made them (beside it there is none)"
+            "encoded like them; set it to the tokenizer that made them (beside it there is none)"
         )
     corpora = [source.corpus for source in sources if source.corpus is not None]
     where = f"{sources[0].key} = {sources[0].name}" if len(sources) == 1 else "data.blend"

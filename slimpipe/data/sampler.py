@@ -171,8 +171,7 @@ class SequenceSampler:
         bad = int(((row < 0) | (row >= words)).argmax())
         raise DataError(
             f"model.vocab_size = {words}: token {row[bad]} at place {place.start + bad} of {place.source} is outside "
-            "of "
-            "it; use the vocabulary that the tokens were made with, or other data"
+            "of it; use the vocabulary that the tokens were made with, or other data"
         )
 
 

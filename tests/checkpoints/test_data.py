@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from slimpipe.cli import app
 from slimpipe.data import load_tokenizer
 from slimpipe.data.build import build_tokens, learn_tokenizer
 from slimpipe.data.corpus import open_corpus
 from slimpipe.data.tokens import tokenizer_path
 from slimpipe.train.checkpoint import read_note
 from tests.checkpoints.conftest import rows
+from tests.data.conftest import write_pair
 from tests.support.jobs import Jobs
 
 
@@ -64,3 +67,20 @@ def test_other_data_than_the_checkpoint_was_trained_on(jobs: Jobs, blended: list
         f"data.blend[1].corpus = {more}: its tokens are not those that the checkpoint was trained on; set it back, or"
     )
     assert line in job.said and "step 4" not in job.said, job.said
+
+
+def test_tokens_of_nobody_knows_what_tokenizer(jobs: Jobs, tiny: list[str], tmp_path: Path) -> None:
+    """A pair as Megatron leaves it trains; to generate from such a run there is no tokenizer, and that is said."""
+    prefix = write_pair(tmp_path / "theirs", [range(300)] * 9)
+    job = jobs.run(
+        tiny[0],
+        f"data.corpus={prefix}",
+        *tiny[2:],
+        "parallel.pp=1",
+        "train.steps=2",
+        f"train.output={tmp_path / 'run'}",
+    )
+    assert job.wait() == [0] and len(rows(tmp_path / "run")) == 2, job.said
+    result = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompt", "x"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{tmp_path / 'run'}: has no tokenizer.json: it was trained on token files alone;")

@@ -111,7 +111,7 @@ def test_a_build_that_stops_before_its_description(
         raise OSError("the power fails")
 
     monkeypatch.setattr(Description, "write", fail)
-    with pytest.raises(OSError, match="power"):
+    with pytest.raises(DataError, match=r"x.json: cannot be written \(the power fails\)"):
         build_tokens([open_corpus(str(folder))], saved, tmp_path / "x", "text", progress=False)
     with pytest.raises(DataError, match=r"x.bin: not the tokens that x.json describes: .*; build it again"):
         TokenFile.open(tmp_path / "x")

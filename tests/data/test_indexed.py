@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -157,10 +159,33 @@ def test_a_write_that_stops_between_the_two_files_does_not_count(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", replace_tokens_only)
-    with pytest.raises(OSError, match="power"):
+    with pytest.raises(DataError, match=r"x.bin: cannot be written \(the power fails\)"):
         write_pair(prefix, [[7, 8, 9]])  # as many as before: the old index would fit
     with pytest.raises(DataError, match="x.idx: cannot be read"):
         IndexedDataset.open(prefix)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """At 4,096 bytes, on account of a limit: while tokens are written, or not before the end."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        for name, tokens in (("at once", 100_000), ("at the end", 3000)):
+            message = rf"{name}.bin: cannot be written \(File too large\); make room there, or use another folder"
+            with pytest.raises(DataError, match=message):
+                write_pair(tmp_path / name, [range(tokens)], "int32")
+        with pytest.raises(DataError, match="index.bin: cannot be written"):
+            write_pair(tmp_path / "index", [[1]] * 1000, "uint16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no/x.bin: cannot be written \(No such file or directory\)"):
+        write_pair(tmp_path / "no" / "x", [[1]])
 
 
 def test_two_writers_of_one_file(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from slimpipe.train.checkpoint import CheckpointError
+from slimpipe.train.rows import METRICS, last_step
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -52,16 +57,28 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends to `metrics.jsonl` in the run's folder; every line is on disk before the next step starts."""
+    """Appends to `metrics.jsonl` in the run's folder; every line is with the system before the next step starts."""
 
     def __init__(self, folder: Path, *sinks: Sink) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = folder / METRICS
+        # Unbuffered: what could not be written is not tried again at the end.
+        self._file = self._path.open("ab", buffering=0)
         self._sinks = sinks
 
     def write(self, row: Row) -> None:
-        """One step's numbers; `row["step"]` counts from 1. A number that is not finite becomes null."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-        self._file.flush()
+        """One step's numbers; `row["step"]` counts from 1. A number that is not finite becomes null.
+
+        Raises CheckpointError where the disk takes no more.
+        """
+        line = (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be written ({error.strerror}); make room, then the same command goes on from "
+                "the last checkpoint"
+            ) from error
         for sink in self._sinks:
             sink.write(row)
 
@@ -72,12 +89,13 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Events in the run's folder, a curve a number."""
+    """Events in the run's folder, a curve a number. Those of steps that are done again give way to the new ones."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        """`done`: steps that are on record."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(str(folder / "tensorboard"))
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
 
     def write(self, row: Row) -> None:
         for name, value in numbers(row):
@@ -119,7 +137,7 @@ def open_metrics(config: Config) -> MetricsFile:
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     if config.log.tensorboard:
-        sinks.append(TensorBoard(folder))
+        sinks.append(TensorBoard(folder, last_step(folder)))
     if config.log.wandb is not None:
         sinks.append(WeightsAndBiases(folder, config))
     return MetricsFile(folder, *sinks)

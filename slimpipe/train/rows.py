@@ -36,6 +36,13 @@ def keep_rows(folder: Path, step: int) -> int:
     return len(dropped)
 
 
+def last_step(folder: Path) -> int:
+    """Step of the last row; 0 where there is none."""
+    path = folder / METRICS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
 def _stays(line: bytes, step: int) -> bool:
     """A row without a step is of none that will be done again."""
     if not line.endswith(b"\n"):

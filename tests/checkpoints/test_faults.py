@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from slimpipe.runtime.watchdog import Progress
 from slimpipe.train import checkpoint
 from slimpipe.train.checkpoint import CheckpointError, Keeping, Part, Peers, Saver, digests, folders
 from slimpipe.train.main import _claim
+from slimpipe.train.metrics import MetricsFile
 from slimpipe.train.resume import make_note, refuse_changes
-from slimpipe.train.rows import keep_rows
+from slimpipe.train.rows import keep_rows, last_step
 from tests.checkpoints.conftest import checkpoints, losses, names
 from tests.support.jobs import Jobs
 from tests.support.pool import Pool
@@ -127,6 +129,29 @@ def test_a_run_outlives_a_disk_that_takes_no_more(jobs: Jobs, tiny: list[str], t
     assert losses(run) == losses(alone)
     dropped = [json.loads(line)["step"] for line in (run / "metrics.dropped.jsonl").read_text().splitlines()]
     assert dropped == [4, 5, 6, 7]
+
+
+def test_a_checkpoint_is_of_its_own_step_whatever_happens_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = digests._Stream.write
+
+    def late(stream: Any, data: Any) -> int:
+        assert may_write.wait(60)
+        return write(stream, data)
+
+    monkeypatch.setattr(digests._Stream, "write", late)
+    weight = torch.ones(4)
+    saver = Saver(tmp_path, Peers(), Keeping(2), 60, Progress())
+    saver.go_beside_steps({"model.w": Part.whole(weight)}, weight.device)
+    assert saver.save({"model.w": Part.whole(weight)}, {}, 1) == []
+    saver.hold()
+    weight += 1  # the next step
+    assert saver.told() == []
+    may_write.set()
+    assert saver.finish() == [f"checkpoint: {folders.place(tmp_path, 1)}"]
+    assert checkpoint.read_weights(folders.place(tmp_path, 1))["w"].eq(1).all()
 
 
 # ---- a damaged checkpoint ----
@@ -320,6 +345,24 @@ def test_what_a_dead_process_has_left_half_done_is_removed(tmp_path: Path) -> No
 
 
 # ---- rows ----
+
+
+def test_a_row_that_the_disk_does_not_take_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    metrics = MetricsFile(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        metrics.write({"step": 1})
+    assert str(refusal.value) == (
+        f"{tmp_path}/metrics.jsonl: cannot be written (No space left on device); make room, then the same command goes "
+        "on from the last checkpoint"
+    )
+    metrics.close()
+
+
+def test_the_last_step_on_record(tmp_path: Path) -> None:
+    assert last_step(tmp_path) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "loss": 1.0}\n')
+    assert last_step(tmp_path) == 4
 
 
 def test_rows_beyond_the_checkpoint_are_taken_out_and_kept_aside(tmp_path: Path) -> None:

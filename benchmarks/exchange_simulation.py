@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from benchmarks import record
 from slimpipe.config import ModelConfig
-from slimpipe.plan.hardware import before_attention, load_hardware, loan_bytes
+from slimpipe.plan.hardware import before_attention, loan_bytes
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.schedule import (
     Exchange,
     Gatherings,

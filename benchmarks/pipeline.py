@@ -24,7 +24,7 @@ from benchmarks import jobs, record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
 from slimpipe.plan.predict import predict
 from slimpipe.runtime.watchdog import Progress, Watchdog

@@ -24,7 +24,7 @@ from benchmarks import record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import prepare_process
 from slimpipe.plan.flops import recomputed_flops_per_token
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.memory import layer_bytes_per_token
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.slice_context import SliceContext
@@ -137,7 +137,8 @@ def predicted_extra(config: Config, mode: Any) -> float:
     """Seconds that a step's recomputed operations take at the profile's rates; norms and the like are not in it."""
     hardware, tokens = load_hardware(PROFILE), config.data.sequence_length * config.model.layers
     gemm, attention = recomputed_flops_per_token(config.model, mode, config.data.sequence_length)
-    return tokens * (gemm / hardware.gemm + attention / hardware.forward)
+    size = config.data.sequence_length // config.shape.n
+    return tokens * (gemm / hardware.gemm.at(size) + attention / hardware.forward.at(size))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import torch
 from benchmarks import jobs, record
 from benchmarks.pipeline import PROFILE, config_of, measure
 from slimpipe.plan.flops import step_flops
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
 from slimpipe.schedule.formulas import bubble_fraction
 from slimpipe.train.planning import make_plan

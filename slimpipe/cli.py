@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | convert | report | doctor | data | simulate | draw`.
+"""`slimpipe train | generate | convert | report | doctor | calibrate | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -20,11 +20,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slimpipe.calibrate.command import calibrate
 from slimpipe.cli_data import data_app
 from slimpipe.config import ConfigError, check_output, check_world, load_config
 from slimpipe.doctor.command import doctor
 from slimpipe.plan.exchange import ExchangeSetting
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.schedule import (
     BUILT,
     MODES,
@@ -136,6 +137,7 @@ def generate(
 
 
 app.command()(doctor)
+app.command()(calibrate)
 
 
 @app.command()

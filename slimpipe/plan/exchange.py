@@ -65,6 +65,7 @@ class ExchangeSetting:
         sequence: int,
         attention_share: float | None,
         recompute: Recompute = "none",
+        micro_batch: int = 1,
     ) -> ExchangeSetting:
         """Times in seconds. `attention_share` None: what the profile's rates make of the model and the sequence."""
         if sequence % shape.n:
@@ -73,17 +74,17 @@ class ExchangeSetting:
         if refusal is not None:
             raise PlanError(refusal)
         layers, tokens = model.layers // shape.stages, sequence // shape.n
-        work = hardware.work(model, layers, tokens)
+        work = hardware.work(model, layers, tokens, micro_batch, shape.n, recompute)
         if attention_share is not None:
             work = work.with_attention_share(shape.n, attention_share)
         work = work.recomputing(*recomputed_shares(model, recompute))
-        sizes, network = loan_bytes(model, tokens, again=work.again is not None), hardware.network
+        sizes, network = loan_bytes(model, tokens, micro_batch, again=work.again is not None), hardware.network
         return cls(
             work,
             LayerByLayer(work, layers, before_attention(model), sizes, network),
             network.ranks_per_node,
             Fraction(model.kv_heads, model.heads),
-            hardware.link(model, shape.p, tokens),
+            hardware.link(model, shape.p, tokens, micro_batch),
             worth_it(work, sizes, network, layers),
         )
 

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 def predict(config: Config, plan: Plan, exchange: Exchange | None, hardware: HardwareProfile) -> Timeline:
     """The step's timeline in seconds: GEMMs, attention, what of both is recomputed, transfers and the output layer, at
-    the profile's rates.
+    the profile's rates; norms, RoPE, SwiGLU and sums where it knows the memory's.
 
-    Left out: norms, RoPE, SwiGLU, optimizer, launches. Raises PlanError for unequal stages, whose units
-    are no equal work.
+    Left out: optimizer, launches. Raises PlanError for unequal stages, whose units are no equal work.
     """
     model, shape, length = config.model, config.shape, config.data.sequence_length
-    setting = ExchangeSetting.on_hardware(hardware, model, shape, length, None, config.memory.recompute)
-    head = 2.0 * (length // shape.n) * config.train.micro_batch * model.hidden_size * model.vocab_size / hardware.gemm
+    b = config.train.micro_batch
+    setting = ExchangeSetting.on_hardware(hardware, model, shape, length, None, config.memory.recompute, b)
+    tokens = b * (length // shape.n)
+    head = 2.0 * tokens * model.hidden_size * model.vocab_size / hardware.gemm.at(tokens)
     costs = replace(setting.work.costs(), vocabulary=output_layer_costs(head, shape.p))
     gatherings = setting.gatherings(exchange) if exchange is not None else None
     return simulate(plan, costs, setting.link, gatherings=gatherings)

@@ -47,14 +47,25 @@ class Rate:
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks in nodes of `ranks_per_node`, in turn; what one rank can send and receive inside its node and beyond."""
+    """Ranks in nodes of `ranks_per_node`, in turn; what one rank can send and receive inside its node and beyond.
+
+    `between` None: not known, and asked for in vain.
+    """
 
     inside: Rate
-    between: Rate
+    between: Rate | None
     ranks_per_node: int
 
     def rate(self, a: int, b: int) -> Rate:
-        return self.inside if a // self.ranks_per_node == b // self.ranks_per_node else self.between
+        """The way from rank a to rank b. Raises PlanError where it is not known."""
+        if a // self.ranks_per_node == b // self.ranks_per_node:
+            return self.inside
+        if self.between is None:
+            raise PlanError(
+                f"ranks {a} and {b} are on two nodes of {self.ranks_per_node}, and the hardware profile has no link "
+                "between nodes; add between: {latency_us: ..., gb_per_s: ...}"
+            )
+        return self.between
 
 
 def loan_time(sizes: LoanBytes, rate: Rate, kind: Kind, tokens: int) -> float:

@@ -22,7 +22,7 @@ from slimpipe.data import Loader, RunData, open_data
 from slimpipe.kernels.attention import select_backend
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, start_processes
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train.checkpoint import CheckpointError, Peers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.schedule import (
     Costs,
     Exchange,
@@ -116,7 +116,13 @@ def _exchange(config: Config, plan: Plan, work: Work) -> Exchange | None:
         return balance(plan, mode, work, granule, work.slice_tokens, fill="attention")
     hardware = load_hardware(config.pipeline.hardware)
     setting = ExchangeSetting.on_hardware(
-        hardware, config.model, config.shape, config.data.sequence_length, None, config.memory.recompute
+        hardware,
+        config.model,
+        config.shape,
+        config.data.sequence_length,
+        None,
+        config.memory.recompute,
+        config.train.micro_batch,
     )
     found = setting.exchange(plan, mode, granule)
     if mode == "pairwise":  # its loans are the paper's, all or none

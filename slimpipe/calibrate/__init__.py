@@ -1,0 +1,1 @@
+"""`slimpipe calibrate`: measures what the simulator and the planner want to know of a machine."""

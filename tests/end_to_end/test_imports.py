@@ -23,10 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"schedule"},
     "report": set(),
     "doctor": {"kernels", "plan"},
+    "weights": {"config", "models"},
+    "swap": {"kernels"},
+    "calibrate": {"config", "schedule", "plan", "kernels", "runtime", "parallel", "telling"},
     "models": {"config", "kernels"},
     "runtime": {"schedule", "kernels", "models"},
     "parallel": {"kernels", "runtime"},
-    "train": {"schedule", "kernels", "data", "config", "plan", "parallel", "models", "runtime"},
+    "train": {"schedule", "kernels", "data", "config", "plan", "parallel", "models", "runtime", "weights"},
 }
 # The command line stands above all.
 TOP = {"__init__", "__main__", "cli", "cli_data", "telling"}

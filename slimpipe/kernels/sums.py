@@ -29,7 +29,10 @@ def sum_into(parts: list[Tensor], out: Tensor) -> None:
     out.copy_(total)
 
 
-@fused
 def add_rounded(acc: Tensor, part: Tensor) -> Tensor:
-    """acc + part in acc's precision, in part's dtype; acc stays as it is."""
-    return (acc + part).to(part.dtype)
+    """acc + part in acc's precision, rounded to part's dtype; contiguous. acc stays as it is.
+
+    One kernel by itself: an elementwise operation computes in its inputs' common type and rounds as it stores.
+    """
+    out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    return torch.add(acc, part, out=out)

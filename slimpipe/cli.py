@@ -22,7 +22,7 @@ from rich.table import Table
 
 from slimpipe.calibrate.command import calibrate
 from slimpipe.cli_data import data_app
-from slimpipe.config import ConfigError, check_output, check_world, load_config
+from slimpipe.config import ConfigError, check_output, check_world, job_size, load_config
 from slimpipe.doctor.command import doctor
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware_file import load_hardware
@@ -99,7 +99,7 @@ def train(
     changes = overrides or []
     with _told_in_one_line():
         settings = load_config(config, changes)
-        check_world(settings, int(os.environ.get("WORLD_SIZE", "1")), ["train", str(config), *changes])
+        check_world(settings, job_size(os.environ), ["train", str(config), *changes])
         check_output(settings)
 
     from slimpipe.data import DataError

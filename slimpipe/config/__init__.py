@@ -1,7 +1,7 @@
 """The settings of a run: YAML <-> typed sections. Every error names the key, its value and what is allowed."""
 
 from slimpipe.config.errors import ConfigError
-from slimpipe.config.launch import check_output, check_world
+from slimpipe.config.launch import check_output, check_world, job_size
 from slimpipe.config.reference import reference_markdown
 from slimpipe.config.root import Config, load_config
 from slimpipe.config.sections import (
@@ -32,6 +32,7 @@ __all__ = [
     "TrainConfig",
     "check_output",
     "check_world",
+    "job_size",
     "load_config",
     "reference_markdown",
 ]

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slimpipe.config.errors import ConfigError
 from slimpipe.config.root import Config
+from slimpipe.config.yaml_text import shown
+
+
+def job_size(environment: Mapping[str, str]) -> int:
+    """Processes of the job that torchrun describes in `environment`; 1 where it describes none.
+
+    Raises ConfigError for a variable that is not what torchrun would have set.
+    """
+    values = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    problems = []
+    for name in values:
+        text = environment.get(name)
+        if text is not None and not text.isdecimal():
+            problems.append(f"{name} = {shown(text)}: must be a whole number; unset it, or start with torchrun")
+        elif text is not None:
+            values[name] = int(text)
+    if not problems and values["RANK"] >= values["WORLD_SIZE"]:
+        problems = [f"RANK = {values['RANK']}: must be below WORLD_SIZE ({values['WORLD_SIZE']}); start with torchrun"]
+    if problems:
+        raise ConfigError(problems)
+    return values["WORLD_SIZE"]
 
 
 def check_world(config: Config, world_size: int, arguments: Sequence[str] = ("train", "CONFIG")) -> None:

@@ -117,9 +117,7 @@ class Config(BaseModel):
                 "no data is kept for evaluation; set data.eval_share (0.01, say), data.eval_corpus or data.eval_blend",
             )
         if train.profile is not None and max(train.profile.ranks) >= self.parallel.pp:
-            yield train.profile.problem(
-                "ranks", f"there are ranks 0 to {self.parallel.pp - 1} (parallel.pp); use these"
-            )
+            yield train.profile.problem("ranks", f"must be below parallel.pp ({self.parallel.pp}): ranks count from 0")
         lot = self.parallel.dp * train.micro_batch
         if train.global_batch % lot:
             up = -(-train.global_batch // lot) * lot

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Gt
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from slimpipe.config.allowed import Allowed, divisors_near
@@ -465,7 +466,7 @@ class LogConfig(Section):
         default=8.0,
         description="A loss so many robust deviations above the window's median is told as a spike; null: never.",
     )
-    outlier_threshold: Annotated[float, Field(gt=1)] | None = Field(
+    outlier_threshold: Annotated[float, Gt(1)] | None = Field(
         default=1.5,
         description="A rank whose compute, beside its share of the work, or memory, beside its prediction, is so many "
         "times the others' is named; null: never.",

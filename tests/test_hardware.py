@@ -15,7 +15,7 @@ from slimpipe.plan.flops import layer_flops_per_token, recomputed_shares
 from slimpipe.plan.hardware import before_attention, loan_bytes
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
-from slimpipe.schedule import LinkCost, PlanError, Rate, Shape, build
+from slimpipe.schedule import LinkCost, PlanError, Rate, Shape, add_exchange, build, simulate
 from slimpipe.train.planning import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +106,26 @@ def test_slow_links_take_their_toll() -> None:
         assert setting.exchange(plan, "off").loans == ()
     assert found == sorted(found, reverse=True)
     assert found[0] > 50 > 10 > found[-1]
+
+
+@pytest.mark.parametrize("mode", ["all_but_attention", "full"])
+def test_loans_pay_where_backwards_run_longer(mode: Recompute) -> None:
+    """With the transfers of both runs of attention in `full`."""
+    shape = Shape(2, 1, 16, 2)
+    plan = build("slimpipe", shape)
+    setting = ExchangeSetting.on_hardware(load_hardware(H200), MODEL, shape, 131072, None, mode)
+    made = {}
+    for kind in ("off", "balanced"):
+        exchange = setting.exchange(plan, kind)
+        assert exchange.again == (mode == "full")
+        lowered = add_exchange(plan, exchange)
+        made[kind] = simulate(lowered, setting.work.costs(), gatherings=setting.gatherings(exchange)).makespan
+    assert len(exchange.loans) > 50
+    assert made["balanced"] < 0.97 * made["off"]
+    # No faster than all work spread evenly over both ranks.
+    work, units = setting.work, 2 * 16
+    mean = work.mean_forward(16) + work.backward.stays + work.backward.token * work.slice_tokens * 15 / 2
+    assert made["balanced"] >= units * mean
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,12 @@ class Saving:
         # A rank's own limit comes first: it knows what it waits for.
         writers = Peers.of_job("checkpoint", seconds + 60)
         self._saver = Saver(self._output, writers, keeping, seconds, progress, (self._output / METRICS,))
+        blind = folders.blind(folders.home(self._output), self._peers)
+        if blind:
+            raise CheckpointError(
+                f"train.output = {config.train.output}: ranks {blind} do not see what rank 0 writes there; put it on a "
+                "disk that all nodes share"
+            )
         if self._peers.leads:
             folders.sweep(self._output)
         self._choice = choose(self._output, self._peers)

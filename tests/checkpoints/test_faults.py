@@ -245,6 +245,19 @@ def test_a_folder_that_takes_no_file_is_told_before_the_start(tmp_path: Path, mo
         _claim(tmp_path)
 
 
+def blind(rank: int, world: int, folders_by_rank: list[Path]) -> list[int]:
+    return folders.blind(folders_by_rank[rank], Peers.of_job("test", 60))
+
+
+def test_ranks_that_see_another_disk_are_named(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    for name in ("shared", "own"):
+        (tmp_path / name).mkdir()
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    assert pool(3).run(blind, [shared, shared, own]) == [[2]] * 3
+    assert pool(3).run(blind, [shared] * 3) == [[]] * 3
+    assert not list(shared.iterdir())
+
+
 # ---- settings ----
 
 

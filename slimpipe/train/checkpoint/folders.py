@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
+
+from slimpipe.train.checkpoint.peers import Peers
 
 _PREFIX: Final = "step_"
 _UNFINISHED: Final = ".unfinished"
@@ -111,3 +114,15 @@ def sweep(run: Path) -> None:
 
 def _away(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}{_REMOVED}")
+
+
+def blind(folder: Path, peers: Peers) -> list[int]:
+    """Ranks that do not see what the lead writes to `folder`: their node has another disk there. Collective."""
+    mark = peers.from_lead(f".seen_{uuid.uuid4().hex}")
+    if peers.leads:
+        (folder / mark).touch()
+    peers.from_lead(None)  # it is there
+    seen = peers.from_all((folder / mark).exists())
+    if peers.leads:
+        (folder / mark).unlink()
+    return [rank for rank, sees in enumerate(seen) if not sees]

@@ -81,4 +81,4 @@ class Loader:
         self.consumed = consumed
 
 
-_REMEDY = "set it back, or start anew from the checkpoint's weights alone"
+_REMEDY = "set it back, or start anew from the checkpoint's weights alone (train.init_from)"

@@ -211,7 +211,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(jobs: Jobs, tiny: list[str
     assert job.wait() == [2, 2]
     assert job.said.splitlines() == [
         "train.seed = 1: the checkpoint's place in the data was reached with 0; set it back, or start anew from the "
-        "checkpoint's weights alone"
+        "checkpoint's weights alone (train.init_from)"
     ]
     assert losses(alone) == before and checkpoints(alone) == names([2, 4, 6])
 

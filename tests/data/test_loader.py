@@ -107,7 +107,7 @@ def test_places_of_the_last_batch(parts: list[Part]) -> None:
 
 def test_other_data_are_refused(parts: list[Part], tmp_path: Path) -> None:
     state = make(parts).state_dict()
-    remedy = "; set it back, or start anew from the checkpoint's weights alone$"
+    remedy = r"; set it back, or start anew from the checkpoint's weights alone \(train.init_from\)$"
     other = tmp_path / "other"
     other.mkdir()
     changed = [parts[0], whole(write_pair(other / "b", [range(1000, 1099), [7]]), 0.2, parts[1].key, "b"), parts[2]]

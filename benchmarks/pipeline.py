@@ -200,7 +200,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
             print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
     mine = memory(config, session, held) if on_gpu else {"activation_gib": 0.0, "peak_gib": 0.0}
     if case.get("profile"):
-        profile(session, tokens, processes.rank)
+        mine["kernels_s"] = profile(session, tokens, processes.rank)
     everyone: list[Any] = [None] * processes.world
     dist.all_gather_object(everyone, mine)
     watchdog.stop()
@@ -254,18 +254,39 @@ def exchanged(session: Session, row: StepMetrics) -> dict[str, Any]:
     }
 
 
-def profile(session: Session, tokens: torch.Tensor, rank: int) -> None:
-    """One more step under torch's profiler; rank 0 prints its kernels by total time."""
+KINDS = {
+    "nccl": ("nccl",),
+    "attention": ("fmha", "flash", "attention", "sdpa", "cudnn_generated"),
+    "gemm": ("gemm", "nvjet", "xmma", "cutlass", "cublas"),
+    "copies": ("memcpy", "memset"),
+}
+"""Words in a kernel's name, in lower case; the first that fits counts. What fits none is elementwise."""
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "elementwise")
+
+
+def profile(session: Session, tokens: torch.Tensor, rank: int) -> dict[str, float]:
+    """One more step under torch's profiler: this rank's seconds in kernels by kind; rank 0 prints the longest.
+
+    Kernels of several streams run at once: NCCL's lie beside the others', waits for the other side included.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as found:
         session.train_step(tokens[:, :-1], tokens[:, 1:])
+    rows = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    rows.sort(key=lambda event: -event.self_device_time_total)
+    sums: dict[str, float] = dict.fromkeys((*KINDS, "elementwise"), 0.0)
+    for event in rows:
+        sums[kind_of(event.key)] += event.self_device_time_total / 1e6
     if rank == 0:
-        rows = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
-        rows.sort(key=lambda event: -event.self_device_time_total)
         for event in rows[:40]:
             print(
                 f"PROFILE {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x {event.key[:110]}", flush=True
             )
+    return {kind: round(seconds, 4) for kind, seconds in sums.items()}
 
 
 def memory(config: Config, session: Session, held: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> Tensor:
         # Of a second run no key or value is read but by its norm: only queries are computed.
-        queries = (self.heads[0] - 1) * self.settings.head_dim if slice.again and self.k_norm is None else None
+        queries = self.heads[0] * self.settings.head_dim if slice.again and self.k_norm is None else None
         qkv = project_normed(x, norm, self.qkv, self.lean, queries).unflatten(-1, (-1, self.settings.head_dim))
         q, k, v = qkv.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:

@@ -558,6 +558,16 @@ class Executor:
         """Large saved tensors that autograd keeps."""
         return sum(1 for reference in list(self._all.values()) if reference() is not None)
 
+    def sizes(self) -> dict[str, int]:
+        return {
+            "saved": len(self._all),
+            "known": len(self._known),
+            "releases": len(self._releases),
+            "retired": len(self._retired),
+            "away_bytes": self.away_bytes,
+            "stalls": len(self.stalls),
+        }
+
     def largest(self, count: int) -> list[tuple[str, int, str]]:
         """(origin, bytes, state) of the largest saved tensors."""
         alive = [saved for reference in list(self._all.values()) if (saved := reference()) is not None]

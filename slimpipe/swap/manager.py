@@ -107,6 +107,17 @@ class SwapManager:
     def host_bytes_in_use(self) -> int:
         return self._arenas.in_use
 
+    def sizes(self) -> dict[str, int]:
+        """Of everything that could grow from step to step."""
+        return {
+            "host_bytes_in_use": self._arenas.in_use,
+            "host_bytes_pinned": self._arenas.pinned,
+            "device_bytes_in_use": self.streams.memory_in_use(),
+            "excluded": len(self._excluded),
+            "kinds_of_step": len(self.stages.known),
+            **self.executor.sizes(),
+        }
+
     @property
     def counts(self) -> Counts:
         return self.executor.counts

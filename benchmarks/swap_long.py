@@ -9,6 +9,7 @@ steps, a short batch at times and graphs that are dropped. tests/swap/test_long.
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import gc
 import math
@@ -72,14 +73,14 @@ class Model(nn.Module):
 
 def train(
     kind: str, steps: int, step: Callable[[], AbstractContextManager[None]], after: Callable[[int], None]
-) -> list:
+) -> array.array[float]:
     """Losses of all steps, as they come; `after` is called with the number of each finished step."""
     torch.manual_seed(0)
     model = Model(kind)
     teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)) / math.sqrt(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=50)
-    losses = []
+    losses = array.array("d")
     for i in range(steps):
         rows = 5 if i % 37 == 36 else ROWS
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(i))
@@ -90,10 +91,10 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.item())
         if i % 100 == 99:
             with step(), torch.set_grad_enabled(i % 200 == 99):  # with gradients on: a graph that is dropped
-                losses.append(model(x).square().mean().detach())
+                losses.append(model(x).square().mean().item())
         after(i)
     return losses
 
@@ -106,14 +107,20 @@ def resident() -> int:
 
 def run(kind: str, steps: int) -> dict[str, Any]:
     """One row. `grown`: what differs between step 200 (or the middle) and the end."""
-    plain = train(kind, steps, contextlib.nullcontext, lambda i: None)
+    early = min(200, steps // 2) - 1
+    plain_sizes: dict[str, int] = {}
+
+    def after_plain(i: int) -> None:
+        if i in (early, steps - 1):
+            plain_sizes["early" if i == early else "late"] = resident()
+
+    plain = train(kind, steps, contextlib.nullcontext, after_plain)
     streams = SimulatedStreams(order="random", seed=1, rate=1e9)
     settings = SwapSettings(min_bytes=512, arena_bytes=1 << 16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         manager = SwapManager(BUDGET, host_budget=1 << 20, settings=settings, streams=streams)
         sizes: dict[str, dict[str, int]] = {}
-        early = min(200, steps // 2) - 1
 
         def after(i: int) -> None:
             if i in (early, steps - 1):
@@ -126,9 +133,9 @@ def run(kind: str, steps: int) -> dict[str, Any]:
     return {
         "model": kind,
         "steps": steps,
-        "losses_equal": all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True)),
-        "first_loss": float(plain[0]),
-        "last_loss": float(plain[-2]),
+        "losses_equal": plain == swapped,
+        "first_loss": plain[0],
+        "last_loss": plain[-2],
         "faults": len(streams.faults),
         "stage": manager.stage.value,
         "kinds_of_step": len(manager.stages.known),
@@ -136,6 +143,7 @@ def run(kind: str, steps: int) -> dict[str, Any]:
         "planned_share": counts.planned_out / max(1, counts.moved_out),
         "late_share": counts.fetched_late / max(1, counts.moved_in),
         "mismatches": counts.mismatches,
+        "plain_resident_bytes": plain_sizes,
         "early": sizes["early"],
         "late": sizes["late"],
         "seconds": seconds,

@@ -1,7 +1,9 @@
-// Tensors whose copy to the host runs still: held here, so that they can be let go under the allocator's lock.
+// Tensors whose copy to the host runs still: held here, so that their memory can be given up under the allocator's lock.
 //
 // slimpipe/swap/release.py drops each at its planned operator. When the GPU's allocator runs short before that,
-// csrc/cuda/pressure.cpp has them all dropped (`drain`), where no Python may run.
+// csrc/cuda/pressure.cpp has them all drained. No Python may run then, and dropping a tensor that Python has seen runs
+// Python (it takes the interpreter's lock, whose owner may be waiting for the allocator's). So a drained tensor loses
+// only its memory; the empty tensor is dropped when Python asks for it next.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -16,20 +18,27 @@ namespace {
 struct Held {
   at::Tensor tensor;
   int64_t event;
+  int64_t alone;
+};
+
+struct Drained {
+  at::Tensor empty;
+  int64_t version;
 };
 
 std::mutex guard;
 std::map<int64_t, Held> held;
-std::map<int64_t, int64_t> drained_versions;
+std::map<int64_t, Drained> drained;
 int64_t next_id = 1;
 // Makes every compute stream wait for a cudaEvent_t; false where it must not (a graph is being captured).
 using WaitFor = bool (*)(int64_t event);
 WaitFor wait_for = nullptr;
 
-// `event`: a cudaEvent_t as an integer, 0 on the CPU. Returns a number for `take_pending`.
-int64_t hold_pending(const at::Tensor& tensor, int64_t event) {
+// `event`: a cudaEvent_t as an integer, 0 on the CPU. `alone`: references that the storage counts when none but this
+// tensor refers to it. Returns a number for `take_pending`.
+int64_t hold_pending(const at::Tensor& tensor, int64_t event, int64_t alone) {
   const std::lock_guard<std::mutex> lock(guard);
-  held.emplace(next_id, Held{tensor, event});
+  held.emplace(next_id, Held{tensor, event, alone});
   return next_id++;
 }
 
@@ -43,33 +52,40 @@ std::optional<at::Tensor> take_pending(int64_t id) {
   return tensor;
 }
 
-// The version a drained tensor had when it was let go, -1 where the number means none. Forgets it.
+// The version a drained tensor had when it was drained, -1 where the number means none. Forgets it.
 int64_t drained_version(int64_t id) {
-  const std::lock_guard<std::mutex> lock(guard);
-  const auto found = drained_versions.find(id);
-  if (found == drained_versions.end()) return -1;
-  const int64_t version = found->second;
-  drained_versions.erase(found);
-  return version;
+  std::optional<Drained> found;
+  {
+    const std::lock_guard<std::mutex> lock(guard);
+    const auto place = drained.find(id);
+    if (place == drained.end()) return -1;
+    found = std::move(place->second);
+    drained.erase(place);
+  }
+  return found->version;
 }
 
-// Lets go of every held tensor whose event the compute streams now wait for (on the CPU: of all). Returns how many.
+// Gives up the memory of every held tensor that no one else refers to and whose event the compute streams now wait for
+// (on the CPU: of all with event 0). Returns how many.
 int64_t drain_pending() {
-  std::vector<at::Tensor> let_go;
+  std::vector<at::DataPtr> memory;
   {
     const std::lock_guard<std::mutex> lock(guard);
     for (auto item = held.begin(); item != held.end();) {
-      if (item->second.event != 0 && (wait_for == nullptr || !wait_for(item->second.event))) {
+      auto& [tensor, event, alone] = item->second;
+      const bool shared = static_cast<int64_t>(tensor.storage().use_count()) > alone;
+      if (shared || (event != 0 && (wait_for == nullptr || !wait_for(event)))) {
         ++item;
         continue;
       }
-      drained_versions.emplace(item->first, static_cast<int64_t>(item->second.tensor._version()));
-      let_go.push_back(std::move(item->second.tensor));
+      const auto version = static_cast<int64_t>(tensor._version());
+      memory.push_back(tensor.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, tensor.device())));
+      drained.emplace(item->first, Drained{std::move(tensor), version});
       item = held.erase(item);
     }
   }
   // Freed outside of the lock: who holds it must never wait for the allocator's.
-  return static_cast<int64_t>(let_go.size());
+  return static_cast<int64_t>(memory.size());
 }
 
 }  // namespace
@@ -83,7 +99,7 @@ void slimpipe_pending_set_wait(WaitFor wait) { wait_for = wait; }
 }  // extern "C"
 
 TORCH_LIBRARY_FRAGMENT(slimpipe, m) {
-  m.def("hold_pending(Tensor tensor, int event) -> int", &hold_pending);
+  m.def("hold_pending(Tensor tensor, int event, int alone) -> int", &hold_pending);
   m.def("take_pending(int id) -> Tensor?", &take_pending);
   m.def("drained_version(int id) -> int", &drained_version);
   m.def("drain_pending() -> int", &drain_pending);

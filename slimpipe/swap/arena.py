@@ -7,7 +7,7 @@ about 0.4 s a GiB. So arenas are powers of two, stay for good, and are best pinn
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -83,6 +83,21 @@ class PinnedArenas:
         while self.pinned < nbytes and self._grow(min(self._arena_bytes, nbytes - self.pinned)):
             pass
         return self.pinned
+
+    def rehearse(self, uses: Sequence[tuple[int, int, int]]) -> None:
+        """Pins now what slots of (bytes, begin, end) will need, begin and end being times in any unit."""
+        order = [(begin, 1, i) for i, (_, begin, _) in enumerate(uses)] + [
+            (e, 0, i) for i, (_, _, e) in enumerate(uses)
+        ]
+        slots: dict[int, Slot | None] = {}
+        in_use, peak = self.in_use, self.peak
+        for _, begins, i in sorted(order):
+            if begins:
+                slots[i] = self.take(uses[i][0])
+            elif (slot := slots.pop(i)) is not None:
+                self.give(slot, slot.after)
+        assert self.in_use == in_use
+        self.peak = peak
 
     def _smallest(self, length: int) -> tuple[int, _Free] | None:
         fitting = [

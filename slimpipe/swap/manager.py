@@ -237,7 +237,9 @@ class SwapManager:
                 f"{megabytes(self.policies[0].peak)} in use (weights, optimizer, and what one layer needs at once); "
                 "the run goes on with that"
             )
-        self._arenas.reserve(max(policy.host_bytes for policy in self.policies))
+        for policy in self.policies:
+            uses = [(s.candidate.nbytes, s.candidate.birth, s.candidate.first_use) for s in policy.swaps]
+            self._arenas.rehearse(uses)
         return plans
 
     def _read_stalls(self) -> None:

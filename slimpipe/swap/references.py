@@ -13,12 +13,13 @@ def references(storage: int) -> int:
     `untyped_storage()` was called on one of them before. The address must be good: the caller holds a tensor of the
     storage or a weak reference to it.
     """
-    return torch._C._storage_Use_Count(storage) - _of_the_python_object()
+    return torch._C._storage_Use_Count(storage) - count_when_alone() + 1
 
 
 @functools.cache
-def _of_the_python_object() -> int:
-    """What the storage's Python object, once made, adds to the count: 0 or 1, depending on the version of torch."""
+def count_when_alone() -> int:
+    """What a storage counts when one tensor refers to it: the storage's Python object, once made, counts as well in
+    some versions of torch."""
     tensor = torch.empty(1)
     address = tensor.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(address) - 1
+    return int(torch._C._storage_Use_Count(address))

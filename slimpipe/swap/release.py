@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.merge import extension_available
+from slimpipe.swap.references import count_when_alone
 from slimpipe.swap.saved import Saved, SavedReference
 from slimpipe.swap.streams import Event, Streams
 
@@ -69,10 +70,15 @@ class CudaHolder:
         cuda.slimpipe_pressure_enable(ctypes.cast(core.slimpipe_pending_drain, ctypes.c_void_p))
         core.slimpipe_pending_set_wait(ctypes.cast(cuda.slimpipe_pressure_wait, ctypes.c_void_p))
         cuda.slimpipe_pressure_stream.argtypes = [ctypes.c_int64]
+        cuda.slimpipe_pressure_drained.restype = ctypes.c_int64
         self._cuda, self._known = cuda, set[int]()
 
     def hold(self, tensor: Tensor, event: Event) -> int:
-        return int(torch.ops.slimpipe.hold_pending(tensor, event.cuda_event))
+        return int(torch.ops.slimpipe.hold_pending(tensor, event.cuda_event, count_when_alone()))
+
+    def drained(self) -> int:
+        """Tensors whose memory was given up under pressure so far."""
+        return int(self._cuda.slimpipe_pressure_drained())
 
     def take(self, number: int) -> Tensor | None:
         return torch.ops.slimpipe.take_pending(number)

@@ -1,7 +1,7 @@
 """Training programs that use autograd in all the ways that trip swap tools up.
 
 Each takes `step`, a context manager for one step, and returns all losses and gradients. Seeds are set inside, so two
-runs compute the same.
+runs compute the same. They run on torch's default device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ def program(function: Program) -> Program:
 
 
 def noise(*shape: int, seed: int = 0, **options: Any) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **options)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu", **options)
+    return drawn.to(torch.get_default_device())
+
+
+def integers(high: int, *shape: int, seed: int) -> Tensor:
+    drawn = torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -180,7 +186,7 @@ def tied_and_frozen(step: Step) -> list[Tensor]:
             x = self.frozen(self.body(self.words(tokens)) @ self.table)
             return F.cross_entropy(F.linear(x, self.words.weight), tokens.roll(1))
 
-    tokens = torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(3))
+    tokens = integers(64, 64, seed=3)
     return train(step, Tied(), lambda m, i: m(tokens.roll(i)))
 
 
@@ -414,7 +420,7 @@ def norms_convolutions_recurrence(step: Step) -> list[Tensor]:
 
 @program
 def sparse_and_indexed(step: Step) -> list[Tensor]:
-    index = torch.randint(0, 16, (2, 40), generator=torch.Generator().manual_seed(1))
+    index = integers(16, 2, 40, seed=1)
     matrix = torch.sparse_coo_tensor(index, noise(40, seed=2), (16, 16)).coalesce()
 
     def loss(m: nn.Module, i: int) -> Tensor:
@@ -429,7 +435,7 @@ def sparse_and_indexed(step: Step) -> list[Tensor]:
 @program
 def autocast(step: Step) -> list[Tensor]:
     def loss(m: nn.Module, i: int) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             y = m(batch(i))
         return y.float().square().mean()
 
@@ -506,7 +512,7 @@ def loss_scaling(step: Step) -> list[Tensor]:
     """A scaler that skips steps with infinite gradients."""
     model, found = mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=256.0, growth_interval=3)
     for i in range(2 * STEPS):
         with step():
             loss = model(batch(i)).square().mean() * (math.inf if i % 5 == 3 else 1.0)
@@ -568,7 +574,7 @@ def partial_backward(step: Step) -> list[Tensor]:
 def transformer(step: Step) -> list[Tensor]:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    mask = nn.Transformer.generate_square_subsequent_mask(12)
+    mask = nn.Transformer.generate_square_subsequent_mask(12, device=torch.get_default_device())
     return train(step, model, lambda m, i: m(noise(2, 12, 32, seed=i), mask=mask, is_causal=True).square().mean())
 
 

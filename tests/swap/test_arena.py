@@ -89,6 +89,28 @@ def test_reserve_pins_ahead_within_the_budget() -> None:
     assert made == [1 << 13] * 3
 
 
+def test_a_rehearsal_pins_what_the_plan_needs() -> None:
+    made: list[int] = []
+
+    def counting(nbytes: int) -> Tensor:
+        made.append(nbytes)
+        return allocate(nbytes)
+
+    pool = arenas(allocate=counting)
+    uses = [(8000, 0, 9), (20_000, 1, 3), (5000, 4, 6), (20_000, 4, 8), (100, 5, 7)]
+    pool.rehearse(uses)
+    assert pool.in_use == pool.peak == 0 and sorted(made) == [1 << 13, 1 << 15]
+    slots = {}
+    for time in range(10):
+        for i, (nbytes, begin, end) in enumerate(uses):
+            if end == time:
+                pool.give(slots.pop(i), [])
+            if begin == time:
+                slots[i] = pool.take(nbytes)
+                assert slots[i] is not None
+    assert len(made) == 2  # and nothing on the fly
+
+
 @pytest.mark.parametrize("limit", [0, 3000, 1 << 13])
 def test_a_machine_without_enough_pinned_memory(limit: int) -> None:
     def refuse(nbytes: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slimpipe.swap.observer import Observer, _cpp_available, make_observer
+from slimpipe.swap.references import count_when_alone
 from slimpipe.swap.signature import Signature, same_sequence
 
 
@@ -112,14 +113,22 @@ def test_dispatch_acts_at_every_operator() -> None:
 @pytest.mark.skipif(not _cpp_available(), reason="csrc/ is not built")
 def test_pending_tensors_in_cpp() -> None:
     """The queue that the allocator's callback drains, without an allocator that calls back."""
-    ops = torch.ops.slimpipe
-    kept, drained = torch.ones(4), torch.ones(4)
-    drained.add_(1)
-    one = ops.hold_pending(kept, 0)
-    assert torch.equal(ops.take_pending(one), kept) and ops.take_pending(one) is None
-    two = ops.hold_pending(drained, 0)
-    waits_for_an_event = ops.hold_pending(kept, 12345)  # no CUDA here: nothing may wait, so nothing may be let go
+    ops, alone = torch.ops.slimpipe, count_when_alone()
+
+    def held(event: int = 0) -> int:
+        tensor = torch.ones(4)
+        tensor.add_(1)
+        tensor.untyped_storage()
+        return int(ops.hold_pending(tensor, event, alone))
+
+    one, two, three = held(), held(), held(event=12345)
+    assert torch.equal(ops.take_pending(one), torch.full((4,), 2.0)) and ops.take_pending(one) is None
+    shared = torch.ones(4)
+    shared.untyped_storage()
+    four = ops.hold_pending(shared.detach(), 0, alone)
+    # The third waits for an event, and no CUDA is here to wait; the fourth someone else still reads.
     assert ops.drain_pending() == 1
     assert ops.take_pending(two) is None
     assert (ops.drained_version(two), ops.drained_version(two)) == (1, -1)
-    assert torch.equal(ops.take_pending(waits_for_an_event), kept)
+    assert torch.equal(ops.take_pending(three), torch.full((4,), 2.0))
+    assert torch.equal(ops.take_pending(four), shared)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from slimpipe.swap.geometry import bytes_of
-from slimpipe.swap.references import references
+from slimpipe.swap.references import count_when_alone, references
 
 Order = Literal["late", "random", "early"]
 POISON = 0xFF
@@ -134,14 +134,21 @@ class SimulatedStreams:
         self._peak = max(self._peak, self.memory_in_use())
 
     def aliases(self, storage: int) -> int:
-        return self._aliases[storage]
+        return self._aliases.get(storage, 0)
 
     def memory_in_use(self) -> int:
         """Bytes of the watched storages that someone beside the copies under way refers to."""
-        gone = [cdata for cdata, (reference, _) in self._watched.items() if reference.expired()]
+        total, gone, alone = 0, [], count_when_alone()
+        for cdata, (_, nbytes) in self._watched.items():
+            # The weak reference keeps the address good.
+            uses = torch._C._storage_Use_Count(cdata)
+            if uses == 0:
+                gone.append(cdata)
+            elif uses - alone + 1 > self._aliases.get(cdata, 0):
+                total += nbytes
         for cdata in gone:
             del self._watched[cdata]
-        return sum(nbytes for cdata, (_, nbytes) in self._watched.items() if self._referred_to(cdata))
+        return total
 
     def peak_memory(self, restart: bool = False) -> int:
         peak = self._peak
@@ -178,7 +185,7 @@ class SimulatedStreams:
         return len(self._queues[False]) + len(self._queues[True])
 
     def _referred_to(self, cdata: int) -> bool:
-        return references(cdata) > self._aliases[cdata]
+        return references(cdata) > self._aliases.get(cdata, 0)
 
     def _let_some_happen(self) -> None:
         self._poison_given_up()

@@ -17,8 +17,8 @@ Step = Callable[[], AbstractContextManager[None]]
 Program = Callable[[Step], list[Tensor]]
 """Trains something, each step inside `with step():`, and returns every number that matters."""
 
-STEPS = 9
-"""Two warm-up steps, a profiled one, up to four trials, and two in the steady state."""
+STEPS = 7
+"""Two warm-up steps, a profiled one, up to two trials, and two in the steady state."""
 
 
 def make_manager(
@@ -28,7 +28,7 @@ def make_manager(
     **settings: Any,
 ) -> SwapManager:
     """A manager for small tensors, on simulated streams."""
-    values: dict[str, Any] = {"min_bytes": 512, "arena_bytes": 1 << 16, "policies": 4, **settings}
+    values: dict[str, Any] = {"min_bytes": 512, "arena_bytes": 1 << 16, "policies": 2, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return SwapManager(

@@ -96,7 +96,17 @@ setup(
         "filelock",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pyarrow", "scipy"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "pyarrow",
+            "scipy",
+            "safetensors",
+        ],
         "flash": ["flash-attn-4>=4.0.0b36"],
         "log": ["tensorboard"],
         "parquet": ["pyarrow"],

@@ -277,13 +277,14 @@ def test_a_disturbance_of_one_weight_would_be_seen(pool: Callable[[int], Pool]) 
 
 
 class DroppingBlock(Block):
-    """A block whose output drops out, from torch's global random numbers."""
+    """A block whose output drops out, and that draws a random number whatever the mode."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor, slice: Any) -> Tensor:
+        torch.rand(1)
         return self.dropout(super().forward(x, slice))
 
 
@@ -302,7 +303,10 @@ def train_dropping(rank: int, world: int, with_evaluation: bool) -> tuple[list[f
     for _ in range(4):
         losses.append(session.train_step(*batch_of(layout)).loss)
         if with_evaluation:
-            evaluations += [session.evaluation.run(batches(layout)).loss for _ in range(2)]
+            evaluations.append(session.evaluation.run(batches(layout)).loss)
+            with torch.random.fork_rng([]):
+                torch.rand(1)  # other random numbers, which nothing must take
+                evaluations.append(session.evaluation.run(batches(layout)).loss)
     return losses, evaluations
 
 

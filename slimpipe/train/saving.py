@@ -10,7 +10,7 @@ from slimpipe.data import DataError
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.train import randomness, resume
 from slimpipe.train.checkpoint import CheckpointError, Keeping, Note, Peers, Saver, choose, folders, read_note
-from slimpipe.train.rows import METRICS, keep_rows
+from slimpipe.train.rows import DROPPED, METRICS, keep_rows
 from slimpipe.train.stop import Stop
 
 if TYPE_CHECKING:
@@ -79,22 +79,29 @@ class Saving:
         if self._choice.taken is not None:
             with self._progress.patience(f"reading {self._choice.taken}"):
                 self._tell(*resume.resume(self._config, self._choice, self._note, session, self._peers))
-        if self._peers.leads:
-            self._tidy()
+        self._tidy()
         self._prepare()
         return self._choice.taken is not None
 
     def _tidy(self) -> None:
-        """The lead's, once the start has succeeded."""
-        self._tell(*resume.set_aside(self._choice))
-        try:
-            dropped = keep_rows(self._output, self._session.steps_done)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._output / METRICS}: cannot be rewritten ({error.strerror or error})"
-            ) from error
-        if dropped:
-            self._tell(f"{METRICS}: {dropped} rows of steps that will be done again moved to metrics.dropped.jsonl")
+        """By the lead, once the start has succeeded."""
+        failure: CheckpointError | None = None
+        if self._peers.leads:
+            self._tell(*resume.set_aside(self._choice))
+            try:
+                dropped = keep_rows(self._output, self._session.steps_done)
+            except OSError as error:
+                why = error.strerror or error
+                failure = CheckpointError(
+                    f"{self._output / METRICS}: cannot be rewritten ({why}); make room, and start again"
+                )
+            else:
+                if dropped:
+                    moved = f"{dropped} rows of steps that will be done again moved to {DROPPED}"
+                    self._tell(f"{METRICS}: {moved}")
+        failure = self._peers.from_lead(failure)
+        if failure is not None:
+            raise failure
 
     @property
     def _beside_steps(self) -> bool:

@@ -372,6 +372,15 @@ def test_a_row_that_the_disk_does_not_take_is_told_in_one_line(tmp_path: Path) -
     metrics.close()
 
 
+def test_rows_stay_where_they_are_on_a_full_disk(tmp_path: Path) -> None:
+    text = '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "metrics.dropped.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        keep_rows(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
 def test_the_last_step_on_record(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "loss": 1.0}\n')

@@ -81,7 +81,8 @@ class RichDisplay:
         self._live.start()
 
     def step(self, record: StepRecord) -> None:
-        # `completed` alone would count a resumed run's first steps into the pace.
+        # The pace is taken from the second update on: neither the slow first step is in it, nor those of a run that was
+        # resumed.
         self._progress.update(self._task, completed=record.step)
         if record.step % self._every == 0:
             self._live.update(self._lines(record))
@@ -100,7 +101,10 @@ class RichDisplay:
 
 def numbers(record: StepRecord) -> str:
     """The step's numbers on one line; rates of the device's peak where that is known."""
-    compute = "" if record.tflops is None else f"{record.tflops:,.1f} TFLOP/s a device  "
+    compute = ""
+    if record.tflops is not None:
+        compute = f"{record.tflops:,.1f}" if record.tflops >= 1 else f"{record.tflops:.2g}"
+        compute += " TFLOP/s a device  "
     compute += "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     update = "skipped  " if record.skipped else ""
     return (

@@ -52,6 +52,7 @@ def test_a_line_every_so_many_steps_and_one_for_the_last(capsys: pytest.CaptureF
 def test_rates_of_the_device_where_its_peak_is_known() -> None:
     assert numbers(RECORD).endswith("  98,765 tokens/s  412.3 TFLOP/s a device  MFU 41.7%  idle 12.5%")
     assert numbers(replace(RECORD, mfu=None)).endswith("  412.3 TFLOP/s a device  idle 12.5%")
+    assert "  0.021 TFLOP/s a device  " in numbers(replace(RECORD, tflops=0.0213, mfu=None))
     assert "grad norm 1.500  skipped  98,765" in numbers(replace(RECORD, skipped=True))
 
 
@@ -73,6 +74,19 @@ def test_the_live_lines_show_everything_at_any_width(width: int) -> None:
     assert "7/12" in text and "left" in text and "step 7: loss spike" in text
     for part in ("loss 4.2500", "98,765 tokens/s", "412.3 TFLOP/s", "MFU 41.7%", "idle 12.5%", "rank 100.0 90.0"):
         assert part in text, text
+
+
+def test_the_time_left_of_a_resumed_run_goes_by_its_own_pace() -> None:
+    """1000 steps were done before; two more, half a second apart, leave 7 s for 14 others."""
+    now = 100.0
+    display = RichDisplay(1016, 1, Console(file=io.StringIO(), force_terminal=True))
+    display._progress.get_time = lambda: now
+    display._progress.tasks[0]._get_time = lambda: now
+    for step in (1000, 1001, 1002):
+        display.step(replace(RECORD, step=step))
+        now += 0.5
+    assert display._progress.tasks[0].time_remaining == pytest.approx(7, abs=1)
+    display.close()
 
 
 def test_who_shows_what() -> None:

@@ -40,7 +40,8 @@ class Saving:
         self._config, self._data, self._progress, self._stop, self._say = config, data, progress, stop, say
         self._output = Path(config.train.output)
         seconds = config.train.checkpoint_seconds
-        self._peers = Peers.of_job("agreement", seconds)
+        # Beside a checkpoint's files, ranks wait here for each other's steps, which are the watchdog's business.
+        self._peers = Peers.of_job("agreement", max(seconds, 60.0, 2 * config.train.watchdog_seconds))
         keeping = Keeping(config.train.keep_last, config.train.keep_every)
         # A rank's own limit comes first: it knows what it waits for.
         writers = Peers.of_job("checkpoint", seconds + 60)

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +93,9 @@ class Executor:
         self, observer: Observer, plan: ExecutionPlan | None, others: Sequence[ExecutionPlan], recorder: Recorder | None
     ) -> None:
         """`others`: plans to go over to if the step turns out to be theirs."""
-        self.settle()
-        self._learn_what_lasts()
+        with self._lock:
+            self.settle()
+            self._learn_what_lasts()
         self.generation += 1
         self.observer, self._recorder, self._others = observer, recorder, others
         self.features, self._this_step = [], []
@@ -133,8 +135,7 @@ class Executor:
     def pack(self, tensor: Tensor) -> Kept | View | Tensor:
         """What autograd keeps in the tensor's stead."""
         observer = self.observer
-        if observer is None:  # a hook that outlived its step
-            return tensor.detach(), tensor._version
+        assert observer is not None
         operator = observer.at_hook("save")
         if operator >= self._due or self._recorder is not None:
             self._advance(operator)
@@ -146,18 +147,13 @@ class Executor:
             return self._pack(tensor, operator)
 
     def unpack(self, packed: Kept | View | Tensor) -> Tensor:
-        if self.observer is not None:
-            operator = self.observer.at_hook("load")
-            if operator >= self._due or self._recorder is not None:
-                self._advance(operator)
-        else:
-            operator = 0
+        assert self.observer is not None
+        operator = self.observer.at_hook("load")
+        if operator >= self._due or self._recorder is not None:
+            self._advance(operator)
         if isinstance(packed, View):
-            if self.observer is None:
-                with self._lock:
-                    return self._unpack(packed, operator)
-            with self._lock, self.observer.paused():
-                return self._unpack(packed, operator)
+            with self._lock, self._uncounted():
+                return self._unpack(packed)
         if isinstance(packed, Tensor):
             return packed
         tensor, version = packed
@@ -184,7 +180,10 @@ class Executor:
         return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
     def _pack(self, tensor: Tensor, operator: int) -> Kept | View | Tensor:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a function transform's wrapper
+            return self._keep(tensor)
         if self.excluded.holds(tensor, storage):
             return self._keep(tensor)
         layout = Layout.of(tensor)
@@ -364,7 +363,7 @@ class Executor:
 
     # The way back
 
-    def _unpack(self, view: View, operator: int) -> Tensor:
+    def _unpack(self, view: View) -> Tensor:
         saved = view.saved
         if not saved.used:
             saved.used = True
@@ -502,9 +501,12 @@ class Executor:
 
     # Memory
 
+    def _uncounted(self) -> AbstractContextManager[None]:
+        return self.observer.paused() if self.observer is not None else nullcontext()
+
     def drain(self) -> int:
         """Lets go of everything that is leaving, now. Returns how many tensors."""
-        with self._lock:
+        with self._lock, self._uncounted():
             leaving = self._releases.clear()
             for saved in leaving:
                 self._release(saved)
@@ -515,7 +517,7 @@ class Executor:
     def evict(self, nbytes: int) -> int:
         """Moves saved tensors out, those needed last first, and waits for it. Returns the bytes moved."""
         moved = 0
-        with self._lock:
+        with self._lock, self._uncounted():
             for reference in list(self._all.values()):
                 if moved >= nbytes:
                     break
@@ -545,8 +547,13 @@ class Executor:
                 del self._known[key]
             self.away_bytes -= missing
             # Memory that a copy reads or writes still must not be used again before that.
-            if leaving is not None and self.holder.take(leaving[0]) is not None:
-                self.streams.wait_everywhere(leaving[1])
+            if leaving is not None:
+                original = self.holder.take(leaving[0])
+                if original is None:
+                    self.holder.version_when_drained(leaving[0])
+                else:
+                    self.streams.wait_everywhere(leaving[1])
+                del original
             if coming is not None:
                 self.streams.wait_everywhere(coming[1])
             if slot is not None:

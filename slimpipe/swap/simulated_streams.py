@@ -8,7 +8,7 @@ The CPU's own memory plays the device. Compute happens at once, when the host ca
 
 An event that was not waited for has not happened. Memory that was given up before a copy had read it is poisoned (all
 bytes 0xFF: NaN as a float), as are fresh blocks and reads that come before a copy's end, so a missing wait gives wrong
-numbers. A copy into memory that was given up is noted in `faults`.
+numbers. A copy from or into memory that was given up is noted in `faults`.
 
 A clock without wall time: compute advances by `seconds_per_operator` an operator (`at_operator`), copies take their
 bytes over `rate`, a wait moves the clock to the end of what it waits for and adds the difference to `stalled`.
@@ -215,6 +215,8 @@ class SimulatedStreams:
             self._poison_given_up()
             if first.inward and not self._referred_to(first.device_storage):
                 self.faults.append(f"a copy of {first.target.numel()} bytes into memory that was given up")
+            if not first.inward and not self._referred_to(first.device_storage):
+                self.faults.append(f"a copy of {first.source.numel()} bytes from memory that was given up")
             if _intact(first.source):
                 first.target.copy_(first.source)
             else:  # its storage was shrunk

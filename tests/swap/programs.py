@@ -414,7 +414,8 @@ def norms_convolutions_recurrence(step: Step) -> list[Tensor]:
             return out.square().mean()
 
     model = Mixed()
-    found = train(step, model, lambda m, i: m(noise(4, 8, 34, seed=i)))
+    # Two forwards before the backward: the second one writes to the running statistics.
+    found = train(step, model, lambda m, i: m(noise(4, 8, 34, seed=i)) + m(noise(4, 8, 34, seed=50 + i)))
     return found + [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
 
 
@@ -505,6 +506,17 @@ def changing_shapes_and_branches(step: Step) -> list[Tensor]:
         return y.square().mean()
 
     return train(step, mlp(), loss, 2 * STEPS)
+
+
+@program
+def vectorised(step: Step) -> list[Tensor]:
+    """torch.vmap inside."""
+
+    def loss(m: nn.Module, i: int) -> Tensor:
+        y = torch.vmap(m)(batch(i).view(4, 4, 32))
+        return torch.vmap(lambda row: (row * row.sin()).sum())(y).square().mean()
+
+    return train(step, mlp(), loss)
 
 
 @program

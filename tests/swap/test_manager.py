@@ -177,8 +177,9 @@ def test_a_graph_that_is_dropped_is_freed_at_once() -> None:
     """Keeping a node's own output would make a cycle that is never freed."""
     gc.disable()
     try:
-        for budget in (None, 0):
-            manager = make_manager(budget)
+        # Small ones, which are always kept, and large ones, kept and moved.
+        for budget, min_bytes in ((None, 1 << 20), (None, 512), (0, 512)):
+            manager = make_manager(budget, min_bytes=min_bytes)
             with manager.step():
                 y = (batch(0).requires_grad_() * 1.0).exp()
                 y.grad_fn.metadata["canary"] = canary = Canary()

@@ -98,7 +98,7 @@ def test_memory_given_up_counts_no_more_and_reads_as_poison() -> None:
     del tensor
     assert streams.memory_in_use() == 0
     streams.wait(event)
-    assert (host == 0xFF).all()
+    assert (host == 0xFF).all() and len(streams.faults) == 1
 
 
 def test_a_copy_into_memory_given_up_is_a_fault() -> None:

@@ -4,9 +4,10 @@
     python -m benchmarks.swap --only 64k           # cases whose name begins so
     python -m benchmarks.swap --tiny               # any machine: the same program, a few kilobytes
 
-Cases: nothing saved in memory (`plain`), 80 % of the saved bytes moved (`swap`), every layer recomputed (`recompute`),
-and torch's `save_on_cpu` with pinned memory; and what the observer and the hooks cost where nothing moves, beside
-torch.profiler (`overhead`). Medians of the last steps, each timed with the device idle before and after it; peaks by
+Cases: nothing moved (`plain`), 80 % of the saved bytes moved (`swap`), every layer recomputed (`recompute`), torch's
+`save_on_cpu` with pinned memory; what the observer and the hooks cost where nothing moves, beside torch.profiler
+(`overhead`); how far the equal-time estimate of logical layers is off (`estimates`). Medians of the last steps, each
+timed with the device idle before and after it (`overhead`: means over five steps in a row); peaks by
 torch.cuda.max_memory_allocated.
 """
 
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import record
 from slimpipe.swap import SwapManager, SwapSettings
+from slimpipe.swap.logical_layers import estimate_error
 
 RESULTS = Path(__file__).parent / "results" / "swap.jsonl"
 GIB = 2**30
@@ -121,6 +123,19 @@ def timed_steps(
     return seconds, losses
 
 
+def in_a_row(machine: Machine, model: nn.Module, x: Tensor, step: Callable[[], AbstractContextManager[Any]]) -> float:
+    """Seconds a step, of five between which nothing waits for the device."""
+    machine.synchronize()
+    begin = time.perf_counter()
+    for _ in range(5):
+        with step():
+            layer_by_layer(model, x).square().mean().backward()
+            for p in model.parameters():
+                p.grad = None
+    machine.synchronize()
+    return (time.perf_counter() - begin) / 5
+
+
 def layer_by_layer(model: nn.Module, x: Tensor) -> Tensor:
     for layer in model.children():
         x = layer(x)
@@ -157,6 +172,7 @@ def measure(machine: Machine, mode: str, tokens: int, layers: int, shape: Shape,
                 "stalled_ms": 1e3 * (manager.stalled - stalled) / 3,
                 "late_gib": manager.counts.fetched_late / GIB,
                 "planned_stall_ms": 1e3 * manager.policies[0].stalled if manager.policies else 0.0,
+                "estimate_error_percent": 100 * estimate_error(manager.layers),
                 "link_gb_s": [rate / 1e9 for rate in manager.streams.rates()],
             }
         else:
@@ -185,10 +201,10 @@ def overhead(machine: Machine, tokens: int, layers: int, shape: Shape) -> dict[s
     with machine.attention():
         timed_steps(machine, model, x, 4, manager.step, layer_by_layer)
         for _ in range(4):
-            found["plain"] += timed_steps(machine, model, x, 5, contextlib.nullcontext, layer_by_layer)[0]
-            found["manager"] += timed_steps(machine, model, x, 5, manager.step, layer_by_layer)[0]
+            found["plain"].append(in_a_row(machine, model, x, contextlib.nullcontext))
+            found["manager"].append(in_a_row(machine, model, x, manager.step))
         with torch.profiler.profile():
-            found["profiler"] += timed_steps(machine, model, x, 5, contextlib.nullcontext, layer_by_layer)[0]
+            found["profiler"].append(in_a_row(machine, model, x, contextlib.nullcontext))
     plain = statistics.median(found["plain"])
     return {
         "case": "overhead",
@@ -202,6 +218,60 @@ def overhead(machine: Machine, tokens: int, layers: int, shape: Shape) -> dict[s
     }
 
 
+class Slices(nn.Module):
+    """A layer over causal slices: each attends to all before it, so later ones take longer."""
+
+    def __init__(self, shape: Shape, count: int = 8) -> None:
+        super().__init__()
+        self.layer, self.count = Layer(shape), count
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        layer, shape, past, out = self.layer, self.layer.shape, [], []
+        for x in x_BSH.chunk(self.count, 1):
+            qkv = layer.qkv(layer.norm1(x)).unflatten(-1, (-1, layer.head)).transpose(1, 2)
+            q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+            past.append((k, v))
+            keys, values = (torch.cat([pair[i] for pair in past], 2) for i in range(2))
+            mixed = F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            x = x + layer.out(mixed.transpose(1, 2).flatten(2))
+            y = layer.norm2(x)
+            out.append(x + layer.down(F.silu(layer.gate(y)) * layer.up(y)))
+        return torch.cat(out, 1)
+
+
+class Experts(nn.Module):
+    """Eight experts with loads of 1 : 2 : ... : 8, behind the attention of a layer."""
+
+    def __init__(self, shape: Shape, count: int = 8) -> None:
+        super().__init__()
+        self.attention = Layer(shape)
+        self.up = nn.ModuleList(nn.Linear(shape.hidden, shape.intermediate // 4, bias=False) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(shape.intermediate // 4, shape.hidden, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        weights = list(range(1, len(self.up) + 1))
+        sizes = [x.shape[1] * w // sum(weights) for w in weights[:-1]]
+        parts = x.split([*sizes, x.shape[1] - sum(sizes)], 1)
+        mixed = (d(F.silu(u(part))) for u, d, part in zip(self.up, self.down, parts, strict=True))
+        return x + torch.cat(list(mixed), 1)
+
+
+def estimates(machine: Machine, tokens: int, layers: int, shape: Shape) -> dict[str, Any]:
+    """Error of the paper's equal-time estimate of logical layers, against device events: dense, slices, experts."""
+    row: dict[str, Any] = {"case": "estimates", "tokens": tokens, "layers": layers}
+    for name, kind in (("dense", Layer), ("slices", Slices), ("experts", Experts)):
+        torch.manual_seed(0)
+        with machine.device:
+            model = nn.Sequential(*(kind(shape) for _ in range(layers))).to(machine.dtype)
+            x = torch.randn(1, tokens, shape.hidden, dtype=machine.dtype)
+        manager = SwapManager(None, 1 << 30, machine.device)
+        timed_steps(machine, model, x, 4, manager.step, layer_by_layer)
+        row[f"{name}_error_percent"] = 100 * estimate_error(manager.layers)
+        row[f"{name}_logical_layers"] = len(manager.layers)
+    return row
+
+
 def cases(tiny: bool) -> dict[str, Callable[[Machine], dict[str, Any]]]:
     shape, host = (TINY, 64 << 20) if tiny else (LLAMA_8B, 96 * GIB)
     lengths = {"64k": (256, 4), "128k": (512, 3)} if tiny else {"64k": (65536, 4), "128k": (131072, 4)}
@@ -212,6 +282,7 @@ def cases(tiny: bool) -> dict[str, Callable[[Machine], dict[str, Any]]]:
                 machine, mode, tokens, layers, shape, host
             )
     found["overhead"] = lambda machine: overhead(machine, 256 if tiny else 8192, 4, shape)
+    found["estimates"] = lambda machine: estimates(machine, 256 if tiny else 16384, 4, shape)
     return found
 
 
@@ -241,6 +312,7 @@ def main() -> None:
             row["of_plain"] = row["step_s"] / plain[row["tokens"]]
     columns = {"name": "", "step_s": ".3f", "of_plain": ".3f", "peak_gib": ".1f", "moved_gib": ".1f"}
     columns |= {"stalled_ms": ".1f", "late_gib": ".1f", "manager_percent": ".2f", "profiler_percent": ".2f"}
+    columns |= {f"{name}_error_percent": ".1f" for name in ("dense", "slices", "experts")}
     record.table(rows, columns, "layers of the Llama-8B shape, bf16, forward and backward, one GPU")
 
 

@@ -76,6 +76,7 @@ class SwapManager:
         self.policies: list[Policy] = []
         """Of the last profile, the first one first."""
         self.layers: tuple[Layer, ...] = ()
+        self.profiled_steps = 0
         self.stalled = 0.0
         """Seconds the compute stream waited for copies, as measured."""
         self._excluded = Excluded()
@@ -202,6 +203,7 @@ class SwapManager:
         saved_bytes = sum(feature.nbytes for feature in self.executor.features)
         signature = Signature.of(self.observer.sequence(), saved_bytes)
         if recorder is not None:
+            self.profiled_steps += 1
             if self.stages.profiled(signature):
                 self.stages.made(signature, self._plans(recorder.finish()))
             return

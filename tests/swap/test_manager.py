@@ -53,6 +53,16 @@ def test_parameters_buffers_and_their_views_stay() -> None:
     del graph
 
 
+def test_parameters_without_a_module_stay() -> None:
+    trained, frozen = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32), requires_grad=False)
+    manager = make_manager(0)
+    with manager.step():
+        loss = ((batch(0).requires_grad_() * 1.0) @ trained.t() @ frozen.t()).square().sum()
+        shapes = [shape for shape, _ in moved(manager)]
+        loss.backward()
+    assert shapes and all(shape[0] == 16 for shape in shapes), shapes
+
+
 def test_tables_that_outlive_a_step_stay_from_then_on() -> None:
     table = torch.randn(16, 32)
     manager = make_manager(0)

@@ -91,7 +91,7 @@ def _to_run(source: HuggingFaceSource, folder: Path, output: Path, dtype: torch.
 
         state = {f"model.{name}": deferred(name, shape) for name, shape in shapes.items()}
         note = {"format": 1, "step": 0, "settings": config.model_dump(mode="json"), "weights_only": True}
-        checkpoint.write(checkpoint.place(folder, 0), state, note, Peers())
+        checkpoint.write(checkpoint.place(folder, 0), state, note, Peers(), a_file_a_tensor=True)
 
 
 _HEADING: Final = """\

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from slimpipe.config import load_config
+from slimpipe.config import ConfigError, load_config
 from slimpipe.data import open_data
+from slimpipe.train.held_out import HeldOut
 from tests.end_to_end.launch import QUICKSTART, slimpipe
 
 STEPS, EVERY, BATCHES = 7, 5, 3
@@ -53,8 +54,6 @@ def curve(output: Path, tag: str) -> dict[int, float]:
 
 
 def test_the_same_batches_each_time_and_none_that_is_trained_on(small: list[str], tmp_path: Path) -> None:
-    from slimpipe.train.held_out import HeldOut
-
     config = load_config(QUICKSTART, [*small, *EVALUATED, "data.eval_share=0.1", "train.output=unused"])
     data = open_data(config.data, config.model.vocab_size, config.train.seed, progress=False)
     held_out = HeldOut(config, data.evaluation)
@@ -66,25 +65,32 @@ def test_the_same_batches_each_time_and_none_that_is_trained_on(small: list[str]
     assert [step for step in range(1, config.train.steps + 1) if held_out.due(step)] == list(range(5, 151, 5))
 
 
-BAD = [
-    (
-        ["train.eval_every=5"],
+def test_what_cannot_be_evaluated_is_told_in_one_line(small: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, [*small, "train.eval_every=5"])
+    assert caught.value.lines == (
         "train.eval_every = 5: no data is kept for evaluation; set data.eval_share (0.01, say), data.eval_corpus or "
         "data.eval_blend",
-    ),
-    (
-        ["train.eval_every=5", "train.eval_batches=100", "data.eval_share=0.1"],
-        "train.eval_batches = 100: ",
-    ),
-    (["train.eval_every=-1"], "train.eval_every = -1: must be a whole number >= 0 or null"),
-]
+    )
+    with pytest.raises(ConfigError, match="train.eval_every = -1: must be a whole number >= 0 or null"):
+        load_config(QUICKSTART, [*small, "train.eval_every=-1"])
+    assert load_config(QUICKSTART, [*small, "train.eval_every=0"]).train.eval_every is None
 
 
-@pytest.mark.parametrize(("overrides", "line"), BAD, ids=[line.partition(":")[0] for _, line in BAD])
-def test_what_cannot_be_evaluated_is_told_in_one_line(
-    overrides: list[str], line: str, small: list[str], tmp_path: Path
-) -> None:
-    done = slimpipe("train", QUICKSTART, *small, "parallel.pp=1", *overrides, f"train.output={tmp_path / 'run'}")
-    assert done.code == 2
-    told = [text for text in done.err.splitlines() if not text.startswith("data: ")]
-    assert len(told) == 1 and told[0].startswith(line), done.err
+@pytest.mark.parametrize("ask, advice", [(500, "lower it to {have}, or raise data.eval_share"), (1, None)])
+def test_too_little_kept_is_told_before_anything_starts(ask: int, advice: str | None, small: list[str]) -> None:
+    overrides = [*small, "train.eval_every=5", f"train.eval_batches={ask}", "data.eval_share=0.1"]
+    config = load_config(QUICKSTART, overrides)
+    data = open_data(config.data, config.model.vocab_size, config.train.seed, progress=False)
+    assert data.evaluation is not None
+    if advice is None:
+        HeldOut(config, data.evaluation)
+        return
+    sequences = sum(data.evaluation.windows)
+    have = sequences // 2
+    with pytest.raises(ValueError) as caught:
+        HeldOut(config, data.evaluation)
+    assert str(caught.value) == (
+        f"train.eval_batches = {ask}: {sequences} sequences are kept for evaluation, enough for {have} batches "
+        f"of 2 (train.global_batch); {advice.format(have=have)} or evaluate on other data"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 from slimpipe.cli import app
@@ -20,6 +21,7 @@ from slimpipe.train import checkpoint
 from slimpipe.train.generate import CachedSlice, load_run
 from slimpipe.weights import WeightsError, convert
 from slimpipe.weights.safetensors_file import StoredTensor, read_header
+from slimpipe.weights.source import HuggingFaceSource
 from tests.support.hugging_face import LLAMA3, PLAIN, logits, random_tensors, write_folder, write_safetensors
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -151,6 +153,22 @@ def test_one_tensor_is_read_at_a_time_and_no_byte_twice(tmp_path: Path, monkeypa
     run_of(tmp_path, {})
     tensors = random_tensors(PLAIN)
     assert sorted(read) == sorted(tensor.nbytes for tensor in tensors.values())
+
+
+def test_memory_holds_a_weight_or_two_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP keeps what it writes into a file until that is done: with one file for all, that is the whole model."""
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+    fill = HuggingFaceSource.fill
+
+    def counted(source: HuggingFaceSource, parts: Mapping[str, checkpoint.Part], peers: checkpoint.Peers) -> None:
+        fill(source, parts, peers)
+        made.extend(StorageWeakRef(part.tensor.untyped_storage()) for part in parts.values())
+        alive.append(sum(not memory.expired() for memory in made))
+
+    monkeypatch.setattr(HuggingFaceSource, "fill", counted)
+    run_of(tmp_path, {})
+    assert len(alive) == 27 and max(alive) <= 2
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -96,9 +96,15 @@ class _DigestingFiles(FileSystem):
 class DigestingWriter(FileSystemWriter):
     """DCP's writer of folders, which also knows the digest of every file that this rank writes."""
 
-    def __init__(self, folder: Path) -> None:
-        # No copying ahead: it would go by way of the current stream, which is the training's.
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0, overwrite=True)
+    def __init__(self, folder: Path, a_file_a_tensor: bool = False) -> None:
+        super().__init__(
+            folder,
+            single_file_per_rank=not a_file_a_tensor,
+            sync_files=True,
+            # No copying ahead: it would go by way of the current stream, which is the training's.
+            per_thread_copy_ahead=0,
+            overwrite=True,
+        )
         self.fs = self._files = _DigestingFiles()
 
     @property

@@ -29,16 +29,24 @@ Note = Mapping[str, Any]
 """What a checkpoint says besides tensors: plain JSON."""
 
 
-def write(checkpoint: Path, state: State, note: Note, peers: Peers, records: Sequence[Path] = ()) -> None:
+def write(
+    checkpoint: Path,
+    state: State,
+    note: Note,
+    peers: Peers,
+    records: Sequence[Path] = (),
+    a_file_a_tensor: bool = False,
+) -> None:
     """Writes this rank's parts of `state`; collective over `peers`. The lead's note counts. `records`: files of the
-    lead's that must be on disk before the checkpoint is there.
+    lead's that must be on disk before the checkpoint is there. `a_file_a_tensor`: in place of one a rank; DCP keeps all
+    that goes into a file in memory until that is done.
 
     A part given by several ranks must hold the same values on each. Raises CheckpointError on every rank where a disk
     failed on any.
     """
     _by_lead(checkpoint, peers, lambda: folders.start(checkpoint))
     try:
-        digests = peers.from_all(_write_parts(checkpoint, state, peers))
+        digests = peers.from_all(_write_parts(checkpoint, state, peers, a_file_a_tensor))
         everything = {name: digest for part in digests for name, digest in part.items()}
         _by_lead(checkpoint, peers, lambda: _finish(checkpoint, note, everything, records))
     except CheckpointError:
@@ -47,8 +55,8 @@ def write(checkpoint: Path, state: State, note: Note, peers: Peers, records: Seq
         raise
 
 
-def _write_parts(checkpoint: Path, state: State, peers: Peers) -> Mapping[str, Digest]:
-    writer = DigestingWriter(folders.unfinished(checkpoint))
+def _write_parts(checkpoint: Path, state: State, peers: Peers, a_file_a_tensor: bool) -> Mapping[str, Digest]:
+    writer = DigestingWriter(folders.unfinished(checkpoint), a_file_a_tensor)
     alone = peers.group is None
     if alone:
         quiet_alone()

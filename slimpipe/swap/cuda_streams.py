@@ -68,7 +68,7 @@ class CudaStreams:
             tensor.record_stream(current)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         pass

@@ -20,6 +20,6 @@ def references(storage: int) -> int:
 def count_when_alone() -> int:
     """What a storage counts when one tensor refers to it: the storage's Python object, once made, counts as well in
     some versions of torch."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     address = tensor.untyped_storage()._cdata
     return int(torch._C._storage_Use_Count(address))

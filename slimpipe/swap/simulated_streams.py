@@ -112,7 +112,7 @@ class SimulatedStreams:
         self._let_some_happen()
         if self.capacity is not None and self.memory_in_use() + nbytes > self.capacity:
             raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes asked for, capacity {self.capacity}")
-        block = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        block = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
         self.watch(block.untyped_storage())
         return block
 
@@ -126,7 +126,7 @@ class SimulatedStreams:
         if self.pinnable is not None and self._pinned + nbytes > self.pinnable:
             raise RuntimeError(f"simulated device: no {nbytes} bytes of pinned memory")
         self._pinned += nbytes
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+        return torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._watched:
@@ -227,7 +227,7 @@ class SimulatedStreams:
             if not self._aliases[first.device_storage]:
                 del self._aliases[first.device_storage]
             first.after = []
-            first.source = first.target = torch.empty(0, dtype=torch.uint8)
+            first.source = first.target = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _alias(flat: Tensor) -> Tensor:

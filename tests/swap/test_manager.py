@@ -402,6 +402,20 @@ def test_the_way_back_finds_the_device_full() -> None:
     check_clean(manager)
 
 
+def test_another_default_device() -> None:
+    """Whatever device a program has made the default, host memory is on the host."""
+    model, x = mlp(), batch(0)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with torch.device("meta"):
+        manager = make_manager(0)
+        manager.reserve(1 << 17)
+        with manager.step():
+            loss = model(x).square().mean()
+            manager.executor.drain()
+            found = torch.autograd.grad(loss, list(model.parameters()))
+    assert differences(list(found), list(expected)) == [] and manager.counts.moved_in > 0
+
+
 # Reports
 
 

@@ -11,13 +11,14 @@ import gc
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,24 @@ from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process
 from slimpipe.runtime.carrier import Carrier
 
+GRACE = 45.0
+"""Seconds for torchrun to end its ranks; it gives them 30."""
 Case = dict[str, Any]
 Measure = Callable[[Config, Case, Processes], dict[str, Any] | None]
 """Carries out one case on one rank, in a process group of its own; rank 0's is the row."""
 
 
-def run(module: str, cases: list[tuple[str, Case]], ranks: int, limit: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def run(
+    module: str,
+    cases: list[tuple[str, Case]],
+    ranks: int,
+    limit: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, row) of each case as it ends. `module` is started as `python -m` with `--worker FILE`, and must hand the
-    file to `work`; `limit`: seconds a case, start of the job included."""
+    file to `work`; `limit`: seconds a case, start of the job included; `environment`: variables of the job's own.
+
+    Who stops asking for rows ends the job."""
     left = list(cases)
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -50,21 +61,39 @@ def run(module: str, cases: list[tuple[str, Case]], ranks: int, limit: float) ->
                     stderr=sink,
                     text=True,
                     start_new_session=True,
+                    env={**os.environ, **(environment or {})},
                 )
-                for line in _lines(job, limit):
-                    if line.startswith("PROFILE"):
-                        print(line, flush=True)
-                    if line.startswith("ROW "):
-                        yield left.pop(0)[0], json.loads(line.removeprefix("ROW "))
+                late = False
+                try:
+                    for line in _lines(job, limit):
+                        if line is None:
+                            late = True
+                            break
+                        if line.startswith("PROFILE"):
+                            print(line, flush=True)
+                        if line.startswith("ROW "):
+                            yield left.pop(0)[0], json.loads(line.removeprefix("ROW "))
+                finally:
+                    _end(job)
             said = errors.read_text(encoding="utf-8", errors="replace")
             print(said[-4000:], file=sys.stderr, flush=True)
             if left:
-                late = f"stopped after {limit:.0f} s" if job.returncode == -signal.SIGKILL else None
-                yield left.pop(0)[0], {"failed": late or _reason(said)}
+                yield left.pop(0)[0], {"failed": f"stopped after {limit:.0f} s" if late else _reason(said)}
 
 
-def _lines(job: subprocess.Popen[str], limit: float) -> Iterator[str]:
-    """What the job prints, until it ends or prints no row for `limit` seconds; then it is killed."""
+def _end(job: subprocess.Popen[str]) -> None:
+    """Ends a job that has not ended by itself. Its ranks are sessions of their own: torchrun must be let to end them."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+def _lines(job: subprocess.Popen[str], limit: float) -> Iterator[str | None]:
+    """What the job prints, until it ends; None, and no more, once it has printed no row for `limit` seconds."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -79,18 +108,19 @@ def _lines(job: subprocess.Popen[str], limit: float) -> Iterator[str]:
         try:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            os.killpg(job.pid, signal.SIGKILL)
-            break
+            yield None
+            return
         if line is None:
-            break
+            return
         if line.startswith("ROW "):
             deadline = time.monotonic() + limit
         yield line
-    job.wait()
 
 
 def _reason(said: str) -> str:
-    named = [line.strip() for line in said.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    lines = (re.sub(r"^\[rank\d+\]:", "", line).strip() for line in said.splitlines())
+    # The last line of a traceback, not a line of code in it.
+    named = [line for line in lines if re.match(r"[\w.]+Error\b", line) and "ChildFailedError" not in line]
     memory = [line for line in named if "OutOfMemory" in line or "out of memory" in line]
     return (memory or named or ["no row and no error"])[0][:240]
 

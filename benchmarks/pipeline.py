@@ -224,6 +224,8 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
         "attention_backend": session.engine.backend.name,
         "ce_chunk": session.ce_chunk,
+        "loss_first": rows[0].loss,
+        "grad_norm_first": rows[0].grad_norm,
         "loss": rows[-1].loss,
         "grad_norm": rows[-1].grad_norm,
         "ready_s": round(ready, 1),

@@ -82,7 +82,7 @@ def run(
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """Ends a job that has not ended by itself. Its ranks are sessions of their own: torchrun must be let to end them."""
+    """Ends a job that has not ended by itself. Its ranks are sessions of their own: torchrun must end them."""
     if job.poll() is None:
         job.terminate()
         try:

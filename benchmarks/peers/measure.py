@@ -19,7 +19,8 @@ from slimpipe.config import Config, ModelConfig
 from slimpipe.parallel.mesh import Processes
 from slimpipe.parallel.optimizer import learning_rate
 from slimpipe.plan.flops import layer_flops_per_token, step_flops
-from slimpipe.plan.hardware import HardwareProfile, load_hardware
+from slimpipe.plan.hardware import HardwareProfile
+from slimpipe.plan.hardware_file import load_hardware
 
 GIB = 2**30
 
@@ -112,6 +113,6 @@ def bound_seconds(
     """
     hardware = hardware if hardware is not None else load_hardware(PROFILE)
     gemm, attention = layer_flops_per_token(model, length)
-    dense = 3 * (model.layers * gemm + 2.0 * model.hidden_size * model.vocab_size) / hardware.gemm
-    attended = model.layers * attention * (1 / hardware.forward + 2.5 / hardware.backward)
+    dense = 3 * (model.layers * gemm + 2.0 * model.hidden_size * model.vocab_size) / hardware.gemm.at(length)
+    attended = model.layers * attention * (1 / hardware.forward.at(length) + 2.5 / hardware.backward.at(length))
     return m * length * (dense + attended) / ranks

@@ -22,7 +22,7 @@ from benchmarks.peers.systems import config_of
 from benchmarks.pipeline import PROFILE
 from slimpipe.config import ModelConfig
 from slimpipe.plan.flops import step_flops
-from slimpipe.plan.hardware import load_hardware
+from slimpipe.plan.hardware_file import load_hardware
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 62.62 GiB"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,9 @@ class Executor:
         self._all: dict[int, SavedReference] = {}
         self._serial = 0
         self._retired: deque[tuple[Any, ...]] = deque()
-        self._seen: list[tuple[StorageWeakRef, SavedReference]] = []
+        self._seen: list[StorageWeakRef] = []
+        self._holders: Counter[int] = Counter()
+        """By storage: how many `Saved` keep it alive."""
 
     # A step
 
@@ -115,10 +117,8 @@ class Executor:
 
     def _learn_what_lasts(self) -> None:
         """Storages of the last step that others hold still: tables, data, no activations."""
-        for reference, saved_reference in self._seen:
-            saved = saved_reference()
-            own = int(saved is not None and (saved.original is not None or saved.held is not None))
-            if self._referred_to(reference, own):
+        for reference in self._seen:
+            if self._referred_to(reference, self._holders[reference.cdata]):
                 self.excluded.add_reference(reference)
         self._seen.clear()
         self.excluded.forget_dead()
@@ -219,7 +219,8 @@ class Executor:
         saved.source = tensor.grad_fn.name() if tensor.grad_fn is not None else "input"
         reference = weakref.ref(saved)
         self._known[saved.key] = self._all[saved.serial] = reference
-        self._seen.append((saved.reference, reference))
+        self._seen.append(saved.reference)
+        self._holders[saved.reference.cdata] += 1
         self.streams.watch(storage)
         self.holder.compute_streams(self.streams)
         self.features.append(saved.feature)
@@ -352,7 +353,9 @@ class Executor:
         saved.state, saved.missing = State.AWAY, True
         self.away_bytes += saved.nbytes
         del original
-        if saved.planned and self._referred_to(saved.reference):
+        self._holders[saved.reference.cdata] -= 1
+        # Other ranges of the same storage, on their way or yet to go, are the plan's business.
+        if saved.planned and self._referred_to(saved.reference, self._holders[saved.reference.cdata]):
             self.counts.still_referenced += saved.nbytes
 
     def _referred_to(self, reference: StorageWeakRef, own: int = 0) -> bool:
@@ -535,13 +538,17 @@ class Executor:
         coming = None if saved.restored is None else (saved.restored, saved.in_event)
         events = [event for event in (saved.out_event, saved.in_event) if event is not None]
         missing = saved.nbytes if saved.missing else 0
-        self._retired.append((saved.serial, saved.key, missing, leaving, coming, saved.slot, events))
+        holding = int(saved.original is not None or saved.held is not None)
+        self._retired.append((saved.serial, saved.key, holding, missing, leaving, coming, saved.slot, events))
 
     def settle(self) -> None:
         """Gives back what dropped tensors had on the host, and on the device where a copy ran."""
         while self._retired:
-            serial, key, missing, leaving, coming, slot, events = self._retired.popleft()
+            serial, key, holding, missing, leaving, coming, slot, events = self._retired.popleft()
             self._all.pop(serial, None)
+            self._holders[key[0]] -= holding
+            if self._holders[key[0]] <= 0:
+                del self._holders[key[0]]
             reference = self._known.get(key)
             if reference is not None and reference() is None:
                 del self._known[key]
@@ -573,6 +580,7 @@ class Executor:
             "retired": len(self._retired),
             "away_bytes": self.away_bytes,
             "stalls": len(self.stalls),
+            "holders": len(self._holders),
         }
 
     def largest(self, count: int) -> list[tuple[str, int, str]]:

@@ -334,7 +334,11 @@ class SwapManager:
 
 def _execution_plan(profile: Profile, policy: Policy) -> ExecutionPlan:
     operators = profile.operators
-    swaps = {swap.candidate.name: Times(operators[swap.release], operators[swap.prefetch]) for swap in policy.swaps}
+    swaps = {
+        name: Times(operators[swap.release], operators[swap.prefetch])
+        for swap in policy.swaps
+        for name in profile.members[swap.candidate.name]
+    }
     return ExecutionPlan(profile.features, profile.packed_at, swaps, policy.peak)
 
 

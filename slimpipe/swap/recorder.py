@@ -19,13 +19,15 @@ from slimpipe.swap.timeline import Candidate, Timeline
 
 @dataclass(frozen=True)
 class Profile:
-    """`candidates[i].name` is a place in `features`; `operators[k]` the operator count at moment k."""
+    """`operators[k]`: the operator count at moment k. `members[name]`: places in `features` of the tensors that a
+    candidate is made of: all that were saved of one storage, which is freed only when all of them have left."""
 
     features: tuple[Feature, ...]
     packed_at: tuple[int, ...]
     operators: tuple[int, ...]
     timeline: Timeline
     candidates: tuple[Candidate, ...]
+    members: dict[int, tuple[int, ...]]
 
 
 class Recorder:
@@ -44,6 +46,8 @@ class Recorder:
         self._open: dict[int, tuple[SavedReference, int]] = {}
         """Those that others may hold still: (reference, storage) by name."""
         self._of_storage: defaultdict[int, list[SavedReference]] = defaultdict(list)
+        self._groups: list[list[int]] = []
+        self._group_of_storage: dict[int, list[int]] = {}
         self._away = 0
         streams.peak_memory(restart=True)
 
@@ -65,7 +69,13 @@ class Recorder:
         self._born.append(self._now)
         self._names[saved.serial] = name
         self._open[name] = (reference, saved.reference.cdata)
-        self._of_storage[saved.reference.cdata].append(reference)
+        # The address means the same storage only as long as someone holds a reference to it.
+        others = self._of_storage[saved.reference.cdata]
+        if not any(other() is not None for other in others):
+            self._groups.append([])
+            self._group_of_storage[saved.reference.cdata] = self._groups[-1]
+        self._group_of_storage[saved.reference.cdata].append(name)
+        others.append(reference)
 
     def first_used(self, saved: Saved) -> None:
         name = self._names.get(saved.serial)
@@ -77,14 +87,27 @@ class Recorder:
         if self._memory:
             self._memory[-1] = max(self._memory[-1], self._streams.peak_memory() + self._away)
         seconds = tuple(self._streams.seconds(self._marks[0], mark) for mark in self._marks)
-        candidates = tuple(
-            Candidate(name, feature.nbytes, self._born[name], self._last_use[name], self._first_use[name])
-            for name, feature in enumerate(self._features)
-            # Never used: its graph was dropped. Held by others up to its use: moving it frees nothing.
-            if name in self._first_use and name in self._last_use and self._last_use[name] < self._first_use[name]
-        )
+        candidates = {group[0]: found for group in self._groups if (found := self._candidate(group)) is not None}
         timeline = Timeline(seconds, tuple(self._memory))
-        return Profile(tuple(self._features), tuple(self._packed_at), tuple(self._operators), timeline, candidates)
+        return Profile(
+            tuple(self._features),
+            tuple(self._packed_at),
+            tuple(self._operators),
+            timeline,
+            tuple(candidates.values()),
+            {group[0]: tuple(group) for group in self._groups if group[0] in candidates},
+        )
+
+    def _candidate(self, group: list[int]) -> Candidate | None:
+        """None where moving it would free nothing: its graph was dropped, or others hold it up to its use."""
+        uses = [self._first_use[name] for name in group if name in self._first_use]
+        if not uses or any(name not in self._last_use for name in group):
+            return None
+        last, first = max(self._last_use[name] for name in group), min(uses)
+        if last >= first:
+            return None
+        nbytes = sum(self._features[name].nbytes for name in group)
+        return Candidate(group[0], nbytes, max(self._born[name] for name in group), last, first)
 
     @property
     def _now(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Candidate:
     """A tensor that could be moved: saved at moment `birth`, needed by others up to `last_use`, by the backward from
-    `first_use` on; birth <= last_use < first_use. `name` is unique and rises with birth."""
+    `first_use` on; birth <= last_use < first_use. `name` is unique."""
 
     name: int
     nbytes: int

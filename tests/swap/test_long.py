@@ -14,7 +14,7 @@ def test_the_same_loss_curve_and_nothing_that_grows(kind: str) -> None:
     assert row["moved_out_bytes"] > 0 and row["planned_share"] > 0.3
     assert row["last_loss"] < 0.5 * row["first_loss"]  # it does learn
     early, late = row["early"], row["late"]
-    for key in ("host_bytes_in_use", "saved", "known", "releases", "retired", "away_bytes"):
+    for key in ("host_bytes_in_use", "saved", "known", "releases", "retired", "away_bytes", "holders"):
         assert late[key] == 0, key
     assert late["host_bytes_pinned"] <= 2 * early["host_bytes_pinned"]
     assert late["device_bytes_in_use"] == early["device_bytes_in_use"]

@@ -210,6 +210,7 @@ def test_memory_does_not_grow_over_steps() -> None:
         check_clean(manager)
     assert manager._arenas.pinned == pinned and len(manager.stages.known) == sequences
     assert len(manager.executor._all) == len(manager.executor._known) == len(manager.executor._releases) == 0
+    assert len(manager.executor._holders) == 0
     assert len(manager.executor._seen) < 100 and manager.executor.stalls == []
 
 

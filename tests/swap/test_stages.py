@@ -296,6 +296,32 @@ def test_what_the_plan_foresees_is_what_happens() -> None:
     assert streams.stalled - stalled <= policy.stalled + 1e-4
 
 
+def test_views_of_one_storage_leave_together() -> None:
+    """Three thirds of one block, each small enough for a copy of its own: the block is free when all have left."""
+
+    class Thirds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.project = nn.LayerNorm(32), nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(self.norm(x)).view(16, 3, 32).transpose(0, 1).contiguous().unbind(0)
+            return x + (q * k).tanh() * v.sin()
+
+    streams = SimulatedStreams(rate=1e9)
+    manager, model = make_manager(40_000, streams), nn.Sequential(*(Thirds() for _ in range(6)))
+    for i in range(14):
+        if i == 12:
+            streams.peak_memory(restart=True)
+            counts = manager.counts.still_referenced
+        with manager.step():
+            model(batch(i)).square().mean().backward()
+    (policy, *_) = manager.policies
+    assert policy.fits and any(s.candidate.nbytes == 3 * 16 * 32 * 4 for s in policy.swaps)
+    assert manager.counts.still_referenced == counts
+    assert streams.peak_memory() <= 40_000
+
+
 # Logical layers
 
 

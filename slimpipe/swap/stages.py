@@ -17,6 +17,9 @@ from enum import Enum
 from slimpipe.swap.execution import ExecutionPlan
 from slimpipe.swap.signature import Signature, same_sequence
 
+LOOKS = 4
+"""Steps profiled in a row in the hope that one is of the kind that wants plans."""
+
 
 class Stage(Enum):
     WARM_UP = "WarmUp"
@@ -66,14 +69,15 @@ class StageMachine:
         self._last: Signature | None = None
         self._strangers: list[tuple[Signature, int]] = []
         """Kinds of step without a plan, with the number of times each was seen; the latest last."""
-        self._profile_next = False
+        self._looks = 0
+        """Of the next steps, how many are profiled in detail until one is of a kind that wants plans."""
 
     def orders(self) -> Orders:
         current = self._current
         if current is None:
-            return Orders(None, self._profile_next)
+            return Orders(None, self._looks > 0)
         plan = current.trials[len(current.seconds)] if current.trials else current.plan
-        return Orders(plan, self._profile_next)
+        return Orders(plan, self._looks > 0)
 
     def trying(self) -> bool:
         """Whether the next step's time is wanted."""
@@ -87,7 +91,10 @@ class StageMachine:
         self._count_change(signature)
         found = self._find(signature)
         if found is None:
-            self._profile_next = self._meet(signature) >= self._stable_steps
+            rounds, rest = divmod(self._meet(signature), self._stable_steps)
+            # A rare kind may not come again soon: the next round of looks waits until it was seen twice as often.
+            if rest == 0 and rounds & (rounds - 1) == 0:
+                self._looks = LOOKS
             self._seen = None
         else:
             self._expect(found)
@@ -98,11 +105,14 @@ class StageMachine:
     def profiled(self, signature: Signature) -> bool:
         """A step that was profiled in detail: whether plans are wanted for its kind. Then `made` is due."""
         self._count_change(signature)
+        self._looks -= 1
         found = self._find(signature)
         if found is not None:
             # Another kind than the one that was to be looked at; that one will come.
             self._expect(found)
+            self._name_stage()
             return False
+        self._name_stage()
         return self._meet(signature) > self._stable_steps
 
     def _expect(self, found: Known) -> None:
@@ -129,7 +139,7 @@ class StageMachine:
         known = Known(signature, plan=plans[0], trials=plans if len(plans) > 1 else [])
         self.known = [other for other in self.known if not self._same(other.signature, signature)]
         self.known = [*self.known[-(self._sequences - 1) :], known]
-        self._current, self._seen, self._profile_next = known, known, False
+        self._current, self._seen, self._looks = known, known, 0
         self._strangers = [(other, n) for other, n in self._strangers if not self._same(other, signature)]
         self._name_stage()
 
@@ -148,7 +158,7 @@ class StageMachine:
             self.known.remove(known)
             for other in self.known:
                 other.followers.clear()
-            self._current, self._seen, self._profile_next = None, None, True
+            self._current, self._seen, self._looks = None, None, LOOKS
             self._strangers.append((known.signature, self._stable_steps))
 
     def _find(self, signature: Signature) -> Known | None:
@@ -158,7 +168,7 @@ class StageMachine:
         return same_sequence(a, b, self._length_change, self._similarity)
 
     def _name_stage(self) -> None:
-        if self._profile_next or (self._current is not None and self._current.trials):
+        if self._looks > 0 or (self._current is not None and self._current.trials):
             self.stage = Stage.GEN_POLICY
         else:
             self.stage = Stage.STABLE if self.known else Stage.WARM_UP

@@ -132,6 +132,20 @@ def test_a_single_stranger_makes_no_plan() -> None:
     assert not stages.orders().detailed and stages.orders().plan == plan(1)
 
 
+def test_a_rare_kind_does_not_keep_the_others_under_the_microscope() -> None:
+    """A short batch every 37 steps is seldom caught; the looks for it get rarer."""
+    stages, profiled = machine(), []
+    for i in range(1500):
+        kind = signature(int(i % 37 == 36))
+        if stages.orders().detailed:
+            profiled.append(i)
+            if stages.profiled(kind):
+                stages.made(kind, [plan(1 + int(i % 37 == 36))])
+        else:
+            stages.saw(kind, 1.0, None, False)
+    assert len(profiled) <= 1 + 5 * 4 and len([i for i in profiled if i > 1000]) <= 4
+
+
 def test_the_number_of_kinds_is_bounded() -> None:
     stages = StageMachine(1, 0.05, 0.95, sequences=4)
     for kind in range(40):
@@ -215,7 +229,6 @@ def test_training_with_validation_and_short_batches_keeps_its_plan() -> None:
             else:
                 model(batch(i, 5 if kind == "short" else 16)).square().mean().backward()
         by_kind[kind].append(manager.counts.planned_out - before)
-    assert manager.stage is Stage.STABLE
     assert all(moved > 0 for moved in by_kind["train"][-8:]), by_kind
     assert manager.streams.faults == []  # type: ignore[attr-defined]
 

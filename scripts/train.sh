@@ -65,15 +65,28 @@ fi
 # torchrun, asked to stop, gives its processes 30 seconds and then reports a failure whatever they did. So it is kept out
 # of the signal's way (a session of its own), and signals go to its processes: these save, for as long as that takes,
 # and end well, and so does torchrun.
-setsid "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m slimpipe train "$@" &
-torchrun=$!
+torchrun=
+asked=
 pass_on() {
   local processes
+  asked="$1"
+  [[ -n $torchrun ]] || return 0
   read -ra processes <<<"$(cat "/proc/$torchrun/task/"*/children 2>/dev/null | tr '\n' ' ')"
-  kill -s "$1" "${processes[@]:-$torchrun}" 2>/dev/null || true
+  if ((${#processes[@]})); then
+    kill -s "$1" "${processes[@]}" 2>/dev/null || true
+  else
+    kill -s TERM "$torchrun" 2>/dev/null || true  # it has not started any: there is nothing to save
+  fi
 }
 trap 'pass_on TERM' TERM HUP
 trap 'pass_on INT' INT
+# A background job of a script ignores SIGINT, and so would its processes until they can save: that is undone.
+afresh="import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL)"
+afresh+="; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+"$python" -c "$afresh" \
+  -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m slimpipe train "$@" &
+torchrun=$!
+[[ -z $asked ]] || pass_on "$asked"
 # A signal ends `wait`, not what it waits for.
 while kill -0 "$torchrun" 2>/dev/null; do
   wait "$torchrun" || true

@@ -57,6 +57,8 @@ def build(
             raise DataError("--tokenizer: give either that or --learn-vocab, the size of one to learn from the input")
         if idx_path(output).exists() and not overwrite:
             raise DataError(f"--output = {output}: {idx_path(output)} exists; use --overwrite, or another name")
+        if output.exists():  # which `data.corpus` would then take for the text
+            raise DataError(f"--output = {output}: is there already, and no token file; use another name")
         if not output.parent.is_dir():
             raise DataError(f"--output = {output}: no folder {output.parent}; make it first")
         corpora = [open_corpus(name, "INPUT") for name in inputs]

@@ -146,6 +146,8 @@ AMONG_KEYS = [
     train("attention and determinism",
           "train.attention=cudnn train.dtype=bfloat16 train.device=auto train.deterministic=true",
           "train.attention = cudnn: its backward is not deterministic; use flash or train.deterministic: false"),
+    train("a step that is not done", "train.steps=9 'train.profile.steps=[2, 10]'",
+          "train.profile.steps = [2, 10]: must not be above train.steps (9): no such step is done"),
     train("a rank that is not there", "train.profile.steps=[1] train.profile.ranks=[3]",
           "train.profile.ranks = [3]: must be below parallel.pp (1): ranks count from 0"),
     train("evaluation of nothing", "train.eval_every=2",

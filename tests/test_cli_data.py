@@ -103,6 +103,8 @@ def test_what_is_wrong_takes_one_line(corpus: Path, built: Path, tmp_path: Path)
             ["build", corpus, "-o", built, *learn],
             f"--output = {built}: {built}.idx exists; use --overwrite, or another",
         ),
+        (["build", corpus, "-o", corpus, *learn], f"--output = {corpus}: is there already, and no token file; use an"),
+        (["build", corpus, "-o", tmp_path, *learn], f"--output = {tmp_path}: is there already, and no token file"),
         (
             ["build", corpus, "-o", tmp_path / "no/x", *learn],
             f"--output = {tmp_path}/no/x: no folder {tmp_path}/no; make",

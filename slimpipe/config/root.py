@@ -116,6 +116,8 @@ class Config(BaseModel):
                 "eval_every",
                 "no data is kept for evaluation; set data.eval_share (0.01, say), data.eval_corpus or data.eval_blend",
             )
+        if train.profile is not None and max(train.profile.steps) > train.steps:
+            yield train.profile.problem("steps", f"must not be above train.steps ({train.steps}): no such step is done")
         if train.profile is not None and max(train.profile.ranks) >= self.parallel.pp:
             yield train.profile.problem("ranks", f"must be below parallel.pp ({self.parallel.pp}): ranks count from 0")
         lot = self.parallel.dp * train.micro_batch

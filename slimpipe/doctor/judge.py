@@ -21,7 +21,7 @@ _ON_REQUEST: Final = {
     "tensorboard": ("log.tensorboard", "pip install 'slimpipe[log]'"),
     "wandb": ("log.wandb", "pip install 'slimpipe[wandb]'"),
     "pyarrow": ("Parquet corpora", "pip install 'slimpipe[parquet]'"),
-    "megatron-core": ("the patches of megatron_patches/", "pip install megatron-core"),
+    "megatron-core": ("comparisons of token files, in the tests", "pip install megatron-core"),
 }
 _BACKENDS: Final = {
     "cudnn": "the default on Hopper and newer GPUs",

@@ -316,6 +316,8 @@ def test_what_is_not_the_model_may_change(override: str, settings: Callable[...,
 def test_the_newest_checkpoint_that_can_be_asked_is_asked(settings: Callable[..., Config]) -> None:
     leave_a_checkpoint(settings("model.layers=6"), 3)
     (leave_a_checkpoint(settings("model.layers=5"), 4) / "note.json").write_text("{")
+    flipped = leave_a_checkpoint(settings("model.layers=5"), 5) / "note.json"  # JSON still, of a format nobody knows
+    flipped.write_text(flipped.read_text().replace('"format": 1', '"format": 3'))
     with pytest.raises(ConfigError, match=r"^model.layers = 4: the run in train.output was trained with 6 \(step_3\)"):
         refuse_changes(settings())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,6 +49,27 @@ def test_the_script_passes_a_signal_on_and_the_success_back(name: str, small: li
     assert f"stopped by {name} after step {step} of 100000: the same command goes on from here" in said.splitlines()
     assert steps_of(run) == list(range(1, step + 1))
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{step}"]
+
+
+def test_a_signal_while_torchrun_starts_is_not_lost(small: list[str], tmp_path: Path) -> None:
+    """SIGINT as soon as there is a torchrun: a script's background jobs ignore it, and the run would go on for good."""
+    job = script(QUICKSTART, *small, "train.steps=100000", "train.device=cpu", f"train.output={tmp_path / 'run'}")
+    end = time.monotonic() + LIMIT
+    started = False
+    while not started and time.monotonic() < end:
+        assert job.poll() is None, job.communicate()[0]
+        for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                started |= b"torch.distributed.run" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        time.sleep(0.01)
+    assert started
+    job.send_signal(signal.SIGINT)
+    try:
+        said, _ = job.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # which it passes on
+        raise AssertionError(f"the run goes on\n{job.communicate(timeout=LIMIT)[0]}") from None
+    assert job.returncode != 0 and "step " not in said, said
 
 
 def test_the_script_passes_a_failure_on(small: list[str], tmp_path: Path) -> None:

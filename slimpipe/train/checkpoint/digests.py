@@ -123,6 +123,10 @@ def write_json(path: Path, content: Any) -> Digest:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return digest_of(data)
+
+
+def digest_of(data: bytes) -> Digest:
     return Digest(len(data), hashlib.sha256(data).hexdigest())
 
 

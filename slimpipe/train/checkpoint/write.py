@@ -18,7 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slimpipe.train.checkpoint import folders
-from slimpipe.train.checkpoint.digests import Digest, DigestingWriter, write_json, write_manifest
+from slimpipe.train.checkpoint.digests import (
+    Digest,
+    DigestingWriter,
+    digest_of,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
 from slimpipe.train.checkpoint.errors import CheckpointError
 from slimpipe.train.checkpoint.parts import PartsToSave, State
 from slimpipe.train.checkpoint.peers import Peers
@@ -111,8 +118,9 @@ def quiet_alone() -> None:
 
 
 def read_note(checkpoint: Path) -> Note:
-    """Raises OSError or ValueError where there is none or it makes no sense."""
-    note = json.loads((checkpoint / NOTE).read_bytes())
-    if not isinstance(note, dict):
+    """Raises OSError or ValueError where there is none, or it is not the one that was written."""
+    data = (checkpoint / NOTE).read_bytes()
+    if digest_of(data) != read_manifest(checkpoint).get(NOTE):
         raise ValueError(f"{NOTE} is damaged")
+    note: Note = json.loads(data)
     return note

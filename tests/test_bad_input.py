@@ -341,6 +341,6 @@ def test_bad_input_of_the_launcher(environment: dict[str, str], arguments: list[
     """`scripts/train.sh`, which says it once, before any process of the job."""
     plain = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
     command = ["bash", str(ROOT / "scripts/train.sh"), *arguments]
-    result = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=180)
     assert result.returncode != 0 and result.stdout == ""
     assert line in result.stderr and result.stderr.count("\n") == 1

@@ -41,7 +41,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT), **environment},
     )

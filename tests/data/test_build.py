@@ -177,7 +177,7 @@ def test_an_interrupted_build(end: signal.Signals, saved: Path, tmp_path: Path) 
     children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children").read_text().split()
     assert len(children) >= 2
     builder.send_signal(end)
-    builder.communicate(timeout=60)
+    builder.communicate(timeout=180)
     assert builder.returncode != 0
     while any(Path(f"/proc/{child}").exists() for child in children):
         time.sleep(0.05)  # the test's own time limit ends this
@@ -200,7 +200,7 @@ def test_progress_goes_to_stderr(folder: Path, saved: Path, tmp_path: Path, capf
 def test_processes_do_without_torch() -> None:
     """Each would need a second and 200 MB more."""
     code = "import sys, slimpipe.data.encode, slimpipe.cli; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 

@@ -88,7 +88,7 @@ def test_every_run_has_groups_of_its_own(pool: Callable[[int], Pool]) -> None:
 def test_an_exception_comes_back_with_its_rank_and_traceback(own: Workers, bad: int) -> None:
     begin = time.monotonic()
     with pytest.raises(PoolError) as caught:
-        Pool(own, 2).run(raise_on, bad, timeout=60)
+        Pool(own, 2).run(raise_on, bad, timeout=180)
     text = str(caught.value)
     assert "raise_on on 2 ranks" in text and f"ValueError: rank {bad} has had enough" in text
     assert f"--- rank {bad}: raised" in text and "in raise_on" in text

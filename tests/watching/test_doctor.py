@@ -34,7 +34,7 @@ WHOLE = Facts(
     compiler="/usr/bin/c++",
     packages=dict.fromkeys((*NEEDED, "triton", "tensorboard", "wandb", "pyarrow", "megatron-core"), "1.0"),
     attention=dict.fromkeys(("plain", "cudnn", "flash", "flash2", "flash3", "flash4")),
-    cache="/root/.cache/slimpipe",
+    cache="/data/cache/slimpipe",
     cache_free=500 * 2**30,
 )
 NO_GPU: dict[str, Any] = {"usable": False, "devices": (), "links": (), "nccl": None, "cudnn": None}

@@ -29,7 +29,8 @@ from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, micro
 from slimpipe.plan.predict import predict
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.schedule.formulas import bubble_fraction
-from slimpipe.train.session import Session, StepMetrics
+from slimpipe.train.session import Session
+from slimpipe.train.step_metrics import StepMetrics
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.jsonl"
 PROFILE = Path(__file__).parents[1] / "configs" / "hardware" / "h200_facts_nccl.yaml"

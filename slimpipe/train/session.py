@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,71 +36,17 @@ from slimpipe.runtime.warm_up import reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
 from slimpipe.train.attention import choose_attention
+from slimpipe.train.batch import check_batch, to_device
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
+from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One step's numbers, the same on every rank."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    seconds: float
-    """The slowest rank's."""
-    waits: dict[str, float]
-    """Measured share of the step spent waiting, by what waits: a kind of action (F, B, S, ...) for what it consumes, or
-    the exchange within it; averaged over ranks."""
-    bubble: float
-    """Measured share of the step in which a rank's compute was idle, averaged over ranks."""
-    bubble_by_rank: tuple[float, ...]
-    peak_memory_bytes: tuple[int, ...]
-    """By pipeline rank; device memory on a GPU, resident memory on the CPU."""
-    busy_seconds: tuple[float, ...]
-    """By pipeline rank: what its compute took."""
-    bad: BadStep | None = None
-    """Of a step whose update was left out, as `train.on_nonfinite: skip` asks for."""
-    exchange: ExchangeMetrics | None = None
-
-
-@dataclass(frozen=True)
-class ExchangeMetrics:
-    """The attention exchange of one step. Seconds are summed over a rank's slots and averaged over ranks."""
-
-    exposed_s: float
-    """Ranks waited so long for transfers or for helpers."""
-    under_way_s: float | None
-    """Transfers were under way so long, from post to end, waits for the other side included; None on a CPU."""
-    overlap: float | None
-    """Share of `under_way_s` that lay under compute."""
-    slot_mean_s: float
-    slot_max_s: float
-    """Exposed in one slot of one rank: on average over slots with loans, and at worst."""
-    sent_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rows: Tensor) -> ExchangeMetrics:
-        """rows [p, 6] float64: exposed and under way in seconds, slots, worst slot, bytes sent and received."""
-        exposed, under_way = float(rows[:, 0].mean()), float(rows[:, 1].mean())
-        slots = float(rows[:, 2].sum())
-        return cls(
-            exposed,
-            under_way or None,
-            1 - exposed / under_way if under_way else None,
-            float(rows[:, 0].sum()) / slots if slots else 0.0,
-            float(rows[:, 3].max()),
-            tuple(int(value) for value in rows[:, 4]),
-            tuple(int(value) for value in rows[:, 5]),
-        )
 
 
 class Session:
@@ -380,29 +325,10 @@ class Session:
     def make_batch(self, tokens: Tensor, labels: Tensor, scale: float) -> Batch:
         """One global batch as the engine takes it, on this rank's device. Raises ValueError where it is none."""
         split = (self.shape.m, self.config.train.micro_batch, self.config.data.sequence_length)
-        self._validate(tokens, labels)
+        check_batch(tokens, labels, self.config)
         on_device = torch.tensor(scale, dtype=self.gradient_buffer.buffer.dtype, device=self.device)
-        return Batch(self._move(tokens).view(split), self._move(labels).view(split), on_device)
-
-    def _validate(self, tokens: Tensor, labels: Tensor) -> None:
-        """Raises ValueError for a batch of the wrong shape, and for tokens and labels that are no words."""
-        shape, words = (self.config.train.global_batch, self.config.data.sequence_length), self.config.model.vocab_size
-        for what, data in (("tokens", tokens), ("labels", labels)):
-            if data.shape != shape:
-                raise ValueError(
-                    f"{what} are {list(data.shape)}, not train.global_batch x data.sequence_length = {list(shape)}"
-                )
-        counted = labels[labels != IGNORE]
-        for what, data in (("tokens", tokens), ("labels", counted)):
-            if data.numel() and not 0 <= int(data.min()) <= int(data.max()) < words:
-                raise ValueError(
-                    f"{what} must lie in 0 .. {words - 1} (model.vocab_size = {words}); what does not count is -100"
-                )
-
-    def _move(self, data: Tensor) -> Tensor:
-        if self.device.type == "cuda" and data.device.type == "cpu":
-            data = data.pin_memory()
-        return data.to(self.device, non_blocking=True)
+        tokens, labels = to_device(tokens, self.device), to_device(labels, self.device)
+        return Batch(tokens.view(split), labels.view(split), on_device)
 
     def _counted_once(self) -> Mapping[str, Tensor]:
         """This rank's gradients, less the last stage's copy of a tied weight that the first stage counts."""

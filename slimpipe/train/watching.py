@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slimpipe.config import Config
     from slimpipe.train.evaluation import EvaluationMetrics
     from slimpipe.train.forecast import Forecast
-    from slimpipe.train.session import StepMetrics
+    from slimpipe.train.step_metrics import StepMetrics
 
 
 class Watching:

@@ -32,6 +32,9 @@ from slimpipe.runtime.carrier import Carrier
 
 GRACE = 45.0
 """Seconds for torchrun to end its ranks; it gives them 30."""
+STANDS = 25.0
+"""Seconds before its limit at which a case's ranks print their stacks: the job's first case starts later than its
+limit does."""
 Case = dict[str, Any]
 Measure = Callable[[Config, Case, Processes], dict[str, Any] | None]
 """Carries out one case on one rank, in a process group of its own; rank 0's is the row."""
@@ -52,7 +55,7 @@ def run(
     while left:
         with tempfile.TemporaryDirectory() as folder:
             file, errors = Path(folder) / "cases.json", Path(folder) / "errors"
-            file.write_text(json.dumps(left), encoding="utf-8")
+            file.write_text(json.dumps({"limit": limit, "cases": left}), encoding="utf-8")
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
             with errors.open("w", encoding="utf-8") as sink:
                 job = subprocess.Popen(
@@ -76,7 +79,7 @@ def run(
                 finally:
                     _end(job)
             said = errors.read_text(encoding="utf-8", errors="replace")
-            print(said[-4000:], file=sys.stderr, flush=True)
+            print(said[-24000 if late else -4000 :], file=sys.stderr, flush=True)
             if left:
                 yield left.pop(0)[0], {"failed": f"stopped after {limit:.0f} s" if late else _reason(said)}
 
@@ -128,9 +131,12 @@ def _reason(said: str) -> str:
 def work(file: Path, config_of: Callable[[Case], Config], measure: Measure) -> None:
     """One rank, under torchrun: every case of the file, each in a process group of its own."""
     faulthandler.enable()
-    cases: list[tuple[str, Case]] = json.loads(file.read_text(encoding="utf-8"))
+    given = json.loads(file.read_text(encoding="utf-8"))
+    cases: list[tuple[str, Case]] = given["cases"]
     store, rank, world = next(dist.rendezvous("env://"))
     for index, (name, case) in enumerate(cases):
+        # A case about to be stopped says where its ranks stand.
+        faulthandler.dump_traceback_later(max(5.0, given["limit"] - STANDS))
         config = config_of(case)
         prepare_process(config)
         carrier: Carrier = pick_carrier(config, int(os.environ["LOCAL_RANK"]))
@@ -144,6 +150,7 @@ def work(file: Path, config_of: Callable[[Case], Config], measure: Measure) -> N
             print(f"case {name} done", file=sys.stderr, flush=True)
             print("ROW " + json.dumps(row), flush=True)
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
         gc.collect()
         if carrier.device.type == "cuda":
             torch.cuda.empty_cache()

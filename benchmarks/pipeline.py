@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import jobs, record
+from benchmarks import jobs, kernel_trace, record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
@@ -192,6 +192,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
     ready = time.perf_counter() - started
     on_gpu = processes.device.type == "cuda"
     held = torch.cuda.memory_allocated() if on_gpu else 0
+    warm = surprises(on_gpu)
     generator = torch.Generator().manual_seed(0)
     rows = []
     for step in range(config.train.steps):
@@ -200,8 +201,9 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         if processes.rank == 0:
             print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
     mine = memory(config, session, held) if on_gpu else {"activation_gib": 0.0, "peak_gib": 0.0}
+    mine |= {key: value - warm[key] for key, value in surprises(on_gpu).items()}
     if case.get("profile"):
-        mine["kernels_s"] = profile(session, tokens, processes.rank)
+        mine |= profile(session, tokens, processes.rank)
     everyone: list[Any] = [None] * processes.world
     dist.all_gather_object(everyone, mine)
     watchdog.stop()
@@ -237,6 +239,12 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
     }
 
 
+def surprises(on_gpu: bool) -> dict[str, int]:
+    """Counts so far of what a step should have none of: functions compiled, memory asked of the driver."""
+    allocations = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
+    return {"compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"], "device_allocs": allocations}
+
+
 def prediction(config: Config, session: Session) -> dict[str, float]:
     """The step on paper, with NCCL's rates beside compute, recomputed GEMMs and attention; no norms, optimizer or
     launches."""
@@ -257,39 +265,19 @@ def exchanged(session: Session, row: StepMetrics) -> dict[str, Any]:
     }
 
 
-KINDS = {
-    "nccl": ("nccl",),
-    "attention": ("fmha", "flash", "attention", "sdpa", "cudnn_generated"),
-    "gemm": ("gemm", "nvjet", "xmma", "cutlass", "cublas"),
-    "copies": ("memcpy", "memset"),
-}
-"""Words in a kernel's name, in lower case; the first that fits counts. What fits none is elementwise."""
-
-
-def kind_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "elementwise")
-
-
-def profile(session: Session, tokens: torch.Tensor, rank: int) -> dict[str, float]:
-    """One more step under torch's profiler: this rank's seconds in kernels by kind; rank 0 prints the longest.
-
-    Kernels of several streams run at once: NCCL's lie beside the others', waits for the other side included.
-    """
+def profile(session: Session, tokens: torch.Tensor, rank: int) -> dict[str, Any]:
+    """One more step under torch's profiler: this rank's kernels (`kernel_trace.summary`); rank 0 prints the longest."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as found:
         session.train_step(tokens[:, :-1], tokens[:, 1:])
     rows = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
     rows.sort(key=lambda event: -event.self_device_time_total)
-    sums: dict[str, float] = dict.fromkeys((*KINDS, "elementwise"), 0.0)
-    for event in rows:
-        sums[kind_of(event.key)] += event.self_device_time_total / 1e6
     if rank == 0:
         for event in rows[:40]:
             print(
                 f"PROFILE {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x {event.key[:110]}", flush=True
             )
-    return {kind: round(seconds, 4) for kind, seconds in sums.items()}
+    return kernel_trace.summary(kernel_trace.recorded(found))
 
 
 def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
@@ -322,6 +310,8 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
         "kv_gib": kv / GIB,
         "dkv_gib": dkv / GIB,
         "held_gib": held / GIB,
+        "footprint_gib": session.footprint.total / GIB,
+        "footprint_error": peak / session.footprint.total - 1,
         "peak_gib": peak / GIB,
     }
 

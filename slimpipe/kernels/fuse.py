@@ -30,19 +30,27 @@ class Fused(Generic[P, R]):
         # dynamic=False: a run has a handful of shapes, all met in the warm-up; specialised code is faster.
         return torch.compile(self.plain, dynamic=False)
 
-    @functools.cached_property
-    def can_compile(self) -> bool:
-        return importlib.util.find_spec("triton") is not None
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _on_cuda(args[0]) and self.can_compile:
+        if runs_compiled(args[0]):
             return self.compiled(*args, **kwargs)
         return self.plain(*args, **kwargs)
 
 
-def _on_cuda(argument: Any) -> bool:
+def runs_compiled(argument: Any) -> bool:
+    """Whether a fused function runs compiled for such a first argument: its code is then for one set of shapes, of
+    strides, and for gradients recorded or not."""
     tensor = argument[0] if isinstance(argument, (list, tuple)) else argument
-    return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+    return isinstance(tensor, torch.Tensor) and is_available(tensor.device)
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether fused functions run compiled on a device."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from slimpipe.kernels import fuse
 from slimpipe.kernels.fuse import wide
 from slimpipe.kernels.merge import merge
 from slimpipe.kernels.sums import sum_rounded
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
 from slimpipe.runtime.stage import Stage
+
+_MIB = 2**20
+_SMALL = 64
 
 
 def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -94,10 +98,14 @@ def warm_up_evaluation(engine: Engine, micro_batch: int, hidden: int, dtype: tor
     _attention(engine, query_shape, some.k)
 
 
+@torch.no_grad()
 def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
     """Attention to pasts of every other length that a step has (two ranges, lent ranges and what they leave), and
-    merges of every number of parts: each length is a kernel of its own to cuDNN, each number to the compiler."""
-    if keys.device.type == "cpu":
+    merges of every number of parts: each length is a kernel of its own to cuDNN, each number to the compiler.
+
+    Without gradients, as inside the autograd Functions that call them: with them it would be other code to the
+    compiler, which would compile again in mid-step, behind posted receives."""
+    if keys.device.type == "cpu" and not fuse.runs_compiled(keys):
         return
     own: set[tuple[int, int]] = set()
     helped: set[int] = set()
@@ -154,13 +162,20 @@ def _ends(
             out.backward(torch.zeros_like(out))
 
 
-def reserve(unit_bytes: int, units: int, device: torch.device) -> None:
-    """Takes `units` units' worth of activation memory from the driver in one piece and leaves it to the allocator.
+def reserve(total: int, device: torch.device) -> int:
+    """Takes from the driver what a step will need beside what is allocated now, `total` bytes with it, and leaves it to
+    the allocator. Returns the bytes taken; 0 on the CPU.
 
-    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. Takes no more than
-    what is free, less a twentieth.
+    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. What the warm-up left
+    in the cache goes back first: in pieces of its shapes it would be of little use. Takes no more than what is free,
+    less a twentieth.
     """
     if device.type != "cuda":
-        return
+        return 0
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    torch.empty(min(unit_bytes * units, int(free * 0.95)), dtype=torch.uint8, device=device)
+    missing = max(0, min(total - torch.cuda.memory_allocated(device), int(free * 0.95)))
+    # Tensors up to 1 MiB come from segments of their own.
+    small = [torch.empty(_MIB, dtype=torch.uint8, device=device) for _ in range(min(_SMALL, missing // _MIB))]
+    large = torch.empty(missing, dtype=torch.uint8, device=device)
+    return large.nbytes + sum(tensor.nbytes for tensor in small)

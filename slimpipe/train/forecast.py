@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slimpipe.kernels import fuse
 from slimpipe.models.contract import build_model
 from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk
@@ -74,7 +74,7 @@ class Forecast:
             self.parameters,
             self.chunk,
             planned.send_window,
-            fused=self.device.type == "cuda" and importlib.util.find_spec("triton") is not None,
+            fused=fuse.is_available(self.device),
         ).ranks
 
     @cached_property

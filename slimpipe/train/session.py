@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slimpipe.kernels import fuse
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
 from slimpipe.parallel.gradients import (
@@ -22,6 +23,7 @@ from slimpipe.parallel.gradients import (
 )
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
+from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
@@ -337,6 +339,21 @@ class Session:
             found = {name: gradient for name, gradient in found.items() if name != self._tied}
         return found
 
+    @property
+    def footprint(self) -> Footprint:
+        """This rank's memory as predicted, by term."""
+        return Footprints(
+            self.config,
+            self.plan,
+            self.planned.peaks,
+            self.exchange,
+            self.placement,
+            [sum(parameter.numel() for parameter in self.parameters.values())] * self.shape.p,
+            self.ce_chunk,
+            self.planned.send_window,
+            fused=fuse.is_available(self.device),
+        ).ranks[self.rank]
+
     def _make_transport(self) -> DistributedTransport:
         size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
@@ -367,7 +384,8 @@ class Session:
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
-            reserve(self.unit_bytes, self.planned.peaks.units[self.rank], self.device)
+            # A hundredth for what the prediction may be short of, and for pieces that do not fit where one was free.
+            reserve(int(1.01 * self.footprint.total), self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

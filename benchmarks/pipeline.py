@@ -40,6 +40,7 @@ GIB = 2**30
 # FACTS.md section 3: 16 layers of the Llama-8B shape, two pipeline ranks.
 CASES: dict[str, dict[str, Any]] = {
     "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False},
+    "16k-n4-v1-ahead0": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False, "ahead": 0},
     "16k-n4-v1-vocab": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": True},
     "16k-n4-v2": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none", "vocab": False},
     "16k-n4-v2-vocab": {"length": 16384, "m": 4, "n": 4, "v": 2, "recompute": "none", "vocab": True},
@@ -50,6 +51,16 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n16-ahead0": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False, "ahead": 0},
     # Transfers of NCCL's hold few of the GPU's processors.
     "64k-n16-vocab-ctas4": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ctas": 4},
+    "64k-n16-balanced-ctas4": {
+        "length": 65536,
+        "m": 2,
+        "n": 16,
+        "v": 1,
+        "recompute": "norms",
+        "vocab": True,
+        "exchange": "balanced",
+        "ctas": 4,
+    },
     "64k-n16-vocab-ahead2": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ahead": 2},
     **{
         f"{kib}k-n16-{mode}": {

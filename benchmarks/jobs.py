@@ -121,7 +121,7 @@ def _lines(job: subprocess.Popen[str], limit: float) -> Iterator[str | None]:
 
 
 def _reason(said: str) -> str:
-    lines = (re.sub(r"^\[rank\d+\]:", "", line).strip() for line in said.splitlines())
+    lines = (re.sub(r"^(\[rank\d+\]:\s*)+", "", line).strip() for line in said.splitlines())
     # The last line of a traceback, not a line of code in it.
     named = [line for line in lines if re.match(r"[\w.]+Error\b", line) and "ChildFailedError" not in line]
     memory = [line for line in named if "OutOfMemory" in line or "out of memory" in line]

@@ -68,8 +68,8 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
 
     `kernels_s`: by kind, streams added up. `compute_s`: some kernel but NCCL's ran. `beside_nccl_s`: of that, while one
     of NCCL's ran too. `slowed_s`: what kernels beside NCCL's took longer than kernels of the same name and grid with
-    none beside them took on average (those with none to compare with are left out). `nccl_blocks`: thread blocks that
-    NCCL's kernels held at once, at most.
+    none beside them took on average (those with none to compare with are left out, and attention, whose time hangs on
+    the length of the past too). `nccl_blocks`: thread blocks that NCCL's kernels held at once, at most.
     """
     transfers = [kernel for kernel in kernels if kernel.kind == "nccl"]
     compute = [kernel for kernel in kernels if kernel.kind not in ("nccl", "copies")]
@@ -79,7 +79,7 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
     busy, waiting = merged(compute), merged(transfers)
     alone: dict[tuple[str, int], list[float]] = defaultdict(list)
     beside: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for kernel in compute:
+    for kernel in (kernel for kernel in compute if kernel.kind != "attention"):
         shared = overlap(waiting, kernel.start, kernel.start + kernel.seconds)
         where = beside if shared > 0.5 * kernel.seconds else alone if shared == 0 else None
         if where is not None:

@@ -40,6 +40,13 @@ def layer_bytes_per_token(model: ModelConfig, recompute: Recompute, element: int
     return kept
 
 
+def small_tensor_bytes(model: ModelConfig, recompute: Recompute, tokens: int, limit: int, element: int = 2) -> int:
+    """Of what a layer keeps of `tokens` tokens, the bytes in tensors of at most `limit` bytes: allocators keep small
+    tensors apart."""
+    sizes = [kept * tokens for kept in layer_bytes_per_token(model, recompute, element).values()]
+    return sum(size for size in sizes if size <= limit)
+
+
 def microbatch_bytes(model: ModelConfig, recompute: Recompute, tokens: int, element: int = 2) -> int:
     """M_a: activations of one microbatch over all layers, K and V included; `tokens` = S x micro_batch."""
     return tokens * model.layers * sum(layer_bytes_per_token(model, recompute, element).values())

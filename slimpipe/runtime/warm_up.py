@@ -8,6 +8,7 @@ sequence through one block of each chunk, on its own, with the shapes and pasts 
 from __future__ import annotations
 
 import warnings
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
 from slimpipe.runtime.stage import Stage
 
-_MIB = 2**20
-_SMALL = 64
+SMALL: Final = 2**20
+"""Bytes: the largest tensor that torch's allocator for CUDA takes from its pool of small ones."""
 
 
 def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -162,20 +163,21 @@ def _ends(
             out.backward(torch.zeros_like(out))
 
 
-def reserve(total: int, device: torch.device) -> int:
+def reserve(total: int, small: int, device: torch.device) -> int:
     """Takes from the driver what a step will need beside what is allocated now, `total` bytes with it, and leaves it to
     the allocator. Returns the bytes taken; 0 on the CPU.
 
-    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. What the warm-up left
-    in the cache goes back first: in pieces of its shapes it would be of little use. Takes no more than what is free,
-    less a twentieth.
+    The steps then find their memory in the cache: no cudaMalloc while a receive is outstanding. `small` of the bytes
+    are of tensors up to SMALL, which the allocator keeps in segments of their own. What the warm-up left in the cache
+    goes back first: in pieces of its shapes it would be of little use. Takes no more than what is free, less a
+    twentieth.
     """
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     missing = max(0, min(total - torch.cuda.memory_allocated(device), int(free * 0.95)))
-    # Tensors up to 1 MiB come from segments of their own.
-    small = [torch.empty(_MIB, dtype=torch.uint8, device=device) for _ in range(min(_SMALL, missing // _MIB))]
-    large = torch.empty(missing, dtype=torch.uint8, device=device)
-    return large.nbytes + sum(tensor.nbytes for tensor in small)
+    few = min(small, missing) // SMALL + 1
+    held = [torch.empty(SMALL, dtype=torch.uint8, device=device) for _ in range(few)]
+    held.append(torch.empty(max(0, missing - few * SMALL), dtype=torch.uint8, device=device))
+    return sum(tensor.nbytes for tensor in held)

@@ -24,7 +24,7 @@ from slimpipe.parallel.gradients import (
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
 from slimpipe.plan.footprint import Footprint, Footprints
-from slimpipe.plan.memory import output_chunk
+from slimpipe.plan.memory import output_chunk, small_tensor_bytes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
@@ -34,7 +34,7 @@ from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.stage import build_stages, parameter_names
 from slimpipe.runtime.transport import DistributedTransport, Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
-from slimpipe.runtime.warm_up import reserve, warm_up
+from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
 from slimpipe.train.attention import choose_attention
@@ -354,6 +354,13 @@ class Session:
             fused=fuse.is_available(self.device),
         ).ranks[self.rank]
 
+    def _small_bytes(self) -> int:
+        """What a step keeps in small tensors: statistics of the units in flight, and a few MiB of all sorts."""
+        tokens = self.slice_tokens * self.config.train.micro_batch
+        layer = small_tensor_bytes(self.config.model, self.config.memory.recompute, tokens, SMALL, self.dtype.itemsize)
+        layers = max(len(stage.layers) for stage in self.stages)
+        return self.planned.peaks.units[self.rank] * layers * layer + 32 * SMALL
+
     def _make_transport(self) -> DistributedTransport:
         size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
         ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
@@ -385,7 +392,7 @@ class Session:
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
             # A hundredth for what the prediction may be short of, and for pieces that do not fit where one was free.
-            reserve(int(1.01 * self.footprint.total), self.device)
+            reserve(int(1.01 * self.footprint.total), self._small_bytes(), self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -19,19 +19,21 @@ def test_kernels_beside_nccl_are_laid_beside_those_alone() -> None:
         event("nvjet_a", 10, 1.5, grid=(132, 1, 1)),
         event("nvjet_a", 12, 1.5, grid=(64, 1, 1)),  # another shape: nothing to compare it with
         event("triton_b", 20, 2),
+        event("cudnn_generated_sdpa", 30, 1),
+        event("cudnn_generated_sdpa", 13.75, 0.25),
         event("ncclDevKernel_SendRecv", 9.5, 4.5, stream=20, grid=(24, 1, 1)),
         event("ncclDevKernel_SendRecv", 10, 1, stream=21, grid=(16, 1, 1)),
         {"cat": "cpu_op", "name": "nvjet", "ts": 0, "dur": 9e9},
     ]
     found = summary(kernels_of(events))
     assert found == {
-        "kernels_s": {"nccl": 5.5, "attention": 0.0, "gemm": 4.0, "copies": 0.0, "elementwise": 2.0},
-        "compute_s": 6.0,
-        "beside_nccl_s": 3.0,
+        "kernels_s": {"nccl": 5.5, "attention": 1.25, "gemm": 4.0, "copies": 0.0, "elementwise": 2.0},
+        "compute_s": 7.25,
+        "beside_nccl_s": 3.25,
         "compared_s": 1.5,
         "slowed_s": {"gemm": 0.5},
         "nccl_blocks": 40,
-        "launches": 6,
+        "launches": 8,
     }
 
 

@@ -51,6 +51,16 @@ CASES: dict[str, dict[str, Any]] = {
     "64k-n16-ahead0": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": False, "ahead": 0},
     # Transfers of NCCL's hold few of the GPU's processors.
     "64k-n16-vocab-ctas4": {"length": 65536, "m": 2, "n": 16, "v": 1, "recompute": "norms", "vocab": True, "ctas": 4},
+    # Slots as even as they get, and the output layer on the last rank.
+    "64k-n16-balanced-whole": {
+        "length": 65536,
+        "m": 2,
+        "n": 16,
+        "v": 1,
+        "recompute": "norms",
+        "vocab": False,
+        "exchange": "balanced",
+    },
     "64k-n16-balanced-ctas4": {
         "length": 65536,
         "m": 2,

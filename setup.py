@@ -99,6 +99,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

@@ -1,4 +1,5 @@
-"""For every test: the pool of gloo workers, a settled hypothesis profile, and a reason where a GPU test is skipped."""
+"""For every test: the pool of gloo workers, jobs in forked processes, a settled hypothesis profile, the order of the
+files, and a reason where a GPU test is skipped."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -16,11 +18,20 @@ if ROOT not in sys.path:
 
 from tests.support.pool import Pool, Workers  # noqa: E402  (needs the search path above)
 
+if TYPE_CHECKING:
+    from tests.support.jobs import Jobs
+
 hypothesis.settings.register_profile("slimpipe", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("slimpipe")
 
 
+# Where files run beside each other, a long one that comes last keeps one core busy while the others are done.
+FIRST = ("test_killed.py", "test_exchange.py", "test_vocabulary.py", "test_gradients.py", "test_in_order.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -50,3 +61,11 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     workers = Workers()
     yield lambda world: Pool(workers, world)
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """`jobs.run("config.yaml", "train.steps=2", ranks=2)`: see tests/support/jobs.py."""
+    from tests.support.jobs import Jobs  # which imports torch: not every test needs it
+
+    return Jobs(tmp_path_factory.mktemp("jobs"))

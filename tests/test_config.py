@@ -606,7 +606,13 @@ def test_any_value_reads_back(value: object) -> None:
 
 @given(st.text() | st.lists(st.text()) | st.floats() | st.integers())
 def test_a_value_is_shown_on_one_line(value: object) -> None:
-    assert len(shown(value)) <= 80 and shown(value).isprintable()
+    assert len(shown(value)) <= (4096 if isinstance(value, str) else 80) and shown(value).isprintable()
+
+
+def test_a_path_is_shown_whole() -> None:
+    path = "/scratch/" + "deep/" * 100 + "corpus.jsonl"
+    assert shown(path) == path
+    assert shown([path]) == f'["{path[:75]}...'
 
 
 # ---- before the launch ----

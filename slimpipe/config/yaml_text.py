@@ -81,14 +81,15 @@ def dump(value: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value on one line as one would write it in YAML, shortened where it is long."""
+    """A value on one line as one would write it in YAML; shortened where it is long, but for a path."""
     if isinstance(value, str) and _is_plain(value):
         text = value
     elif isinstance(value, float):
         text = repr(value)
     else:
         text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    longest = 4096 if isinstance(value, str) else 80  # a path: its end is what tells it from others
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _is_plain(text: str) -> bool:

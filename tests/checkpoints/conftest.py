@@ -1,4 +1,4 @@
-"""A small corpus, and runs of a tiny model on it in forked processes."""
+"""A small corpus, and the settings of a tiny model's runs on it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import Jobs
-
 TINY = """
 model: {layers: 4, hidden_size: 16, heads: 2, intermediate_size: 32, vocab_size: 300, tie_embeddings: true}
 parallel: {pp: 2}
 pipeline: {slices: 4}
 optim: {lr: 1.0e-2, warmup_steps: 3}
 """
-
-
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from slimpipe.config import ConfigError, load_config
 from slimpipe.data import open_data
 from slimpipe.train.held_out import HeldOut
 from tests.end_to_end.launch import QUICKSTART, slimpipe
+from tests.support.jobs import Jobs
 
 STEPS, EVERY, BATCHES = 7, 5, 3
 # Every step changes the weights so much that evaluations differ.
@@ -24,12 +25,12 @@ def rows(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_evaluations_are_recorded_and_change_no_training_loss(small: list[str], tmp_path: Path) -> None:
+def test_evaluations_are_recorded_and_change_no_training_loss(jobs: Jobs, small: list[str], tmp_path: Path) -> None:
     """The tokens kept for evaluation are kept in both runs: what is trained on is the same."""
     kept = [*RUN, *small, "data.eval_share=0.1"]
     without, with_ = tmp_path / "without", tmp_path / "with"
-    done = slimpipe("train", QUICKSTART, *kept, f"train.output={without}", ranks=2)
-    assert done.code == 0, done.err
+    job = jobs.run(QUICKSTART, *kept, f"train.output={without}", ranks=2)
+    assert job.wait() == [0, 0], job.said
     done = slimpipe("train", QUICKSTART, *kept, *EVALUATED, "log.tensorboard=true", f"train.output={with_}", ranks=2)
     assert done.code == 0, done.err
 

@@ -6,16 +6,17 @@ in an environment of its own, and ends with the exit code that `slimpipe train` 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.support.forking import forking
 
 LIMIT = 120.0
 """Seconds; a hard limit against hangs."""
@@ -27,10 +28,11 @@ def nothing(rank: int) -> None:
 
 @dataclass
 class Job:
-    """Processes under way, and what they print."""
+    """Processes under way, what they print, and the store they meet in, which is gone with the job."""
 
     processes: list[BaseProcess]
     log: Path
+    store: dist.Store
 
     def wait(self) -> list[int]:
         """Exit codes by rank. Raises AssertionError where one is still running after `LIMIT`."""
@@ -62,25 +64,21 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
-        context = multiprocessing.get_context("forkserver")
-        assert isinstance(context, ForkServerContext)
-        context.set_forkserver_preload([__name__, "slimpipe.train.main"])
-        self._context = context
+        self._context = forking()
 
     def start(self, config: str, *overrides: str, ranks: int = 1, first: Callable[[int], None] = nothing) -> Job:
         """`slimpipe train config overrides` on `ranks` ranks, each of which calls `first(rank)` beforehand."""
         self._count += 1
         log = self._folder / f"job{self._count}.log"
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        # As torchrun's agent has it. Its port is its own from the first, whatever else runs on the machine.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         processes = [
-            self._context.Process(target=_work, args=(rank, ranks, port, log, config, overrides, first))
+            self._context.Process(target=_work, args=(rank, ranks, store.port, log, config, overrides, first))
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        return Job(list(processes), log)
+        return Job(list(processes), log, store)
 
     def run(self, config: str, *overrides: str, ranks: int = 1, first: Callable[[int], None] = nothing) -> Job:
         """A job that has ended."""
@@ -97,15 +95,24 @@ def _work(
     os.dup2(descriptor, 2)
     if ranks > 1:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
         )
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
     import torch
 
+    from slimpipe import telling
     from slimpipe.cli import app
 
     torch.set_num_threads(1)
+    # There is no launcher here that ends the other ranks when one has spoken.
+    telling._LET_THE_FIRST_SPEAK = 0.0  # type: ignore[misc]
     first(rank)
     try:
         code = app(["train", config, *overrides], standalone_mode=False) or 0

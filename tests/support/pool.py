@@ -1,4 +1,4 @@
-"""Gloo worker processes that live as long as the test session, so that importing torch is paid once a rank.
+"""Gloo worker processes that live as long as the test session, so that starting them is paid once a rank.
 
 `Pool(4).run(function, *args)` runs `function(rank, world, *args)` on ranks 0..3 inside a fresh gloo process group and
 returns the results by rank. An exception, a death or a hang on any rank raises `PoolError` with what every rank had to
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -23,6 +22,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests.support.forking import forking
 
 START_TIMEOUT = 120.0
 GRACE = 2.0
@@ -126,7 +127,7 @@ class _Worker:
     """The parent's end of one worker process."""
 
     def __init__(self, rank: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self.rank = rank
         self.log = folder / f"rank{rank}-{time.monotonic_ns()}.log"
         self.connection, far_end = context.Pipe()

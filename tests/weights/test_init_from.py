@@ -19,9 +19,10 @@ from slimpipe.train.checkpoint import Part, Peers
 from slimpipe.train.init_from import refuse_source, start_from
 from slimpipe.train.session import Session
 from slimpipe.weights.safetensors_file import StoredTensor
-from tests.end_to_end.launch import QUICKSTART, slimpipe
+from tests.end_to_end.launch import QUICKSTART
 from tests.numerics.harness import copies, gathered
 from tests.support.hugging_face import LLAMA3, PLAIN, logits, random_tensors, write_folder
+from tests.support.jobs import Jobs
 from tests.support.pool import Pool
 
 SEQUENCE = 64
@@ -263,34 +264,29 @@ def refused(rank: int, world: int, config: Config) -> str:
     return str(caught.value)
 
 
-def test_a_run_starts_from_another_and_goes_on_from_its_own_checkpoints(small: list[str], tmp_path: Path) -> None:
+def test_a_run_starts_from_another_and_goes_on_from_its_own_checkpoints(
+    jobs: Jobs, small: list[str], tmp_path: Path
+) -> None:
     """The first run trains a little; the second begins with its weights at another layout, and once it has a checkpoint
     of its own never looks at them again."""
     shared = [*small, "data.eval_share=0.1", "train.eval_batches=2", "model.layers=4", "model.hidden_size=32"]
     first, second = tmp_path / "first", tmp_path / "second"
-    run = [
-        "train",
-        QUICKSTART,
-        *shared,
-        "optim.lr=1e-2",
-        "train.steps=4",
-        "train.eval_every=4",
-        f"train.output={first}",
-    ]
-    assert (done := slimpipe(*run, "parallel.pp=1")).code == 0, done.err
+    run = [QUICKSTART, *shared, "optim.lr=1e-2", "train.steps=4", "train.eval_every=4", f"train.output={first}"]
+    job = jobs.run(*run, "parallel.pp=1")
+    assert job.wait() == [0], job.said
 
-    run = ["train", QUICKSTART, *shared, "optim.lr=1e-9", "optim.min_lr=0", "train.eval_every=1"]
+    run = [QUICKSTART, *shared, "optim.lr=1e-9", "optim.min_lr=0", "train.eval_every=1"]
     run += [f"train.output={second}", f"train.init_from={first}"]
-    done = slimpipe(*run, "train.steps=1", ranks=2)
-    assert done.code == 0, done.err
-    assert f"weights from {first}" in done.out
+    job = jobs.run(*run, "train.steps=1", ranks=2)
+    assert job.wait() == [0, 0], job.said
+    assert f"weights from {first}" in job.said
     trained, started = (evaluations(folder) for folder in (first, second))
     assert started[1] == pytest.approx(trained[4], rel=1e-5)
 
     gone = [word.replace(str(first), str(tmp_path / "gone")) for word in run]
-    done = slimpipe(*gone, "train.steps=2", ranks=2)
-    assert done.code == 0, done.err
-    assert "resumed from" in done.out and "weights from" not in done.out
+    job = jobs.run(*gone, "train.steps=2", ranks=2)
+    assert job.wait() == [0, 0], job.said
+    assert "resumed from" in job.said and "weights from" not in job.said
 
     assert load_config(second / "config.yaml").train.init_from == str(tmp_path / "gone")
 

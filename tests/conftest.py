@@ -26,12 +26,17 @@ hypothesis.settings.load_profile("slimpipe")
 
 
 # Where files run beside each other, a long one that comes last keeps one core busy while the others are done.
-FIRST = ("test_killed.py", "test_exchange.py", "test_vocabulary.py", "test_gradients.py", "test_in_order.py")
+FIRST = (
+    "tests/checkpoints/test_killed.py",
+    "tests/numerics/test_exchange.py",
+    "tests/numerics/test_gradients.py",
+    "tests/numerics/test_vocabulary.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

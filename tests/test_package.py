@@ -215,6 +215,13 @@ def test_tests_pass_on_arguments_and_status(checkout: Checkout) -> None:
     assert checkout.calls[-1] == "-m pytest tests/data -k a or b"
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="tests of GPUs run one after the other")
+def test_all_tests_run_beside_each_other(checkout: Checkout) -> None:
+    assert checkout("test.sh").returncode == 0
+    cores = min(4, len(os.sched_getaffinity(0)))
+    assert checkout.calls[-1] == f"-m pytest --numprocesses {cores} --dist loadfile --no-loadscope-reorder"
+
+
 def test_train_on_one_node(checkout: Checkout) -> None:
     done = checkout("train.sh", "a config.yaml", "train.steps=3", TRAINING="7")
     assert done.returncode == 7

@@ -20,17 +20,17 @@ from tests.support.pool import Pool
 BEFORE, AFTER = 4, 11
 LAYERS = 5
 OPTIM = {"lr": 3e-3, "min_lr": 1e-3, "eps": 1e-6, "grad_clip": 1.0, "weight_decay": 0.1, "warmup_steps": 2}
-SAVED: dict[str, Any] = {"pp": 2, "v": 1, "n": 4, "m": 4, "vocab_parallel": True}
+SAVED: dict[str, Any] = {"pp": 2, "v": 1, "n": 4, "m": 2, "micro_batch": 2, "vocab_parallel": True}
 OTHERS: dict[bool, dict[str, dict[str, Any]]] = {
     False: {
-        "pp1": {"n": 4, "m": 2, "micro_batch": 2},
-        "pp4": {"pp": 4, "n": 8, "m": 4, "vocab_parallel": True},
-        "pp2-v2": {"pp": 2, "v": 2, "n": 4, "m": 4, "vocab_parallel": True},
+        "pp1": {"n": 4, "m": 4},
+        "pp4": {"pp": 4, "n": 8, "m": 2, "micro_batch": 2, "vocab_parallel": True},
+        "pp2-v2": {"pp": 2, "v": 2, "n": 4, "m": 2, "micro_batch": 2, "vocab_parallel": True},
     },
     True: {
-        "pp1": {"n": 4, "m": 2, "micro_batch": 2},
-        "pp4": {"pp": 4, "n": 8, "m": 4, "vocab_parallel": True},
-        "pp2-v2-whole-vocabulary": {"pp": 2, "v": 2, "n": 4, "m": 4},
+        "pp1": {"n": 4, "m": 4},
+        "pp4": {"pp": 4, "n": 8, "m": 2, "micro_batch": 2, "vocab_parallel": True},
+        "pp2-v2-whole-vocabulary": {"pp": 2, "v": 2, "n": 4, "m": 2, "micro_batch": 2},
         "pp3-1f1b": {"schedule": "1f1b", "pp": 3, "m": 4},
     },
 }

@@ -32,7 +32,7 @@ LAYOUTS = {
     )
     for (v, cut), mode in MODES.items()
 }
-LAYOUTS["loans-full"] = case(pp=2, n=8, m=2, exchange="balanced", granule=2, recompute="full")
+LAYOUTS["loans-full"] = case(pp=2, n=8, m=1, exchange="balanced", granule=2, recompute="full")
 
 
 def settings(case: Case) -> Config:

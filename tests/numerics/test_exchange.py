@@ -20,7 +20,7 @@ from slimpipe.runtime.exchange import DistributedExchange
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen, run_case
-from tests.numerics.test_in_order import in_threads
+from tests.numerics.in_order import in_threads
 from tests.support.cover import Case
 from tests.support.pool import Pool
 from tests.support.reference import relative_error
@@ -52,10 +52,12 @@ CASES = _cases()
 
 
 @pytest.mark.parametrize(("case", "least"), CASES, ids=str)
-def test_loss_and_every_gradient_equal_the_plain_process(case: Case, least: int, pool: Callable[[int], Pool]) -> None:
+def test_loss_and_every_gradient_equal_the_plain_process(
+    case: Case, least: int, reports: Callable[[Case], list[RankReport]]
+) -> None:
     exchange = make_plan(config_of(case)).exchange
     assert exchange is not None and len(exchange.loans) >= least, f"{len(exchange.loans)} loans"
-    assert discrepancies(case, run_case(pool, case)) == []
+    assert discrepancies(case, reports(case)) == []
 
 
 DELAYED = [
@@ -97,14 +99,16 @@ def with_delays(rank: int, world: int, case: Case) -> RankReport:
 
 
 @pytest.mark.parametrize("case", [case for case, _ in CASES[1::4]], ids=str)
-def test_the_in_order_transport_gives_the_same(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_the_in_order_transport_gives_the_same(
+    case: Case, pool: Callable[[int], Pool], reports: Callable[[Case], list[RankReport]]
+) -> None:
     """To the bit, but for gloo's order of adding where the vocabulary's reduces have more than two parts."""
     (threads,) = pool(1).run(in_threads, case)
     tied = case.tied and not case.vocab_parallel
     if tied:
         first, last = (threads[rank].gradients for rank in (0, -1))
         first["embedding.weight"] = last["embedding.weight"] = first["embedding.weight"] + last["embedding.weight"]
-    for ours, theirs in zip(threads, run_case(pool, case), strict=True):
+    for ours, theirs in zip(threads, reports(case), strict=True):
         bound = 1e-5 if case.vocab_parallel and case.pp > 2 else 0.0
         assert all(relative_error(ours.gradients[n], theirs.gradients[n]) <= bound for n in theirs.gradients)
 

@@ -20,6 +20,7 @@ from tests.numerics.harness import (
     report_gradients,
     run_case,
 )
+from tests.numerics.in_order import in_threads
 from tests.numerics.mutations import MUTATIONS
 from tests.support.cover import Case, all_supported
 from tests.support.pool import Pool
@@ -54,6 +55,22 @@ def units_by_formula(case: Case, r: int) -> int:
         "gpipe": m,
     }
     return min(most[case.schedule], m * n * v)
+
+
+@pytest.mark.parametrize("case", [case for case in all_supported() if case.pp > 1], ids=str)
+def test_the_in_order_transport_gives_the_same(
+    case: Case, pool: Callable[[int], Pool], reports: Callable[[Case], list[RankReport]]
+) -> None:
+    """Every plan once more on NCCL's rule, to the bit."""
+    (threads,) = pool(1).run(in_threads, case)
+    assert sum(report.loss for report in threads) == reports(case)[0].loss
+    if case.tied:
+        first, last = (threads[rank].gradients for rank in (0, -1))
+        first["embedding.weight"] = last["embedding.weight"] = first["embedding.weight"] + last["embedding.weight"]
+    for ours, theirs in zip(threads, reports(case), strict=True):
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        assert all(torch.equal(ours.gradients[name], theirs.gradients[name]) for name in ours.gradients)
+        assert (ours.peak_units, ours.peak_kv_slots) == (theirs.peak_units, theirs.peak_kv_slots)
 
 
 BROKEN = {

@@ -25,10 +25,9 @@ from tests.numerics.harness import (
     gathered,
     report,
     roughen,
-    run_case,
     spec_of,
 )
-from tests.numerics.test_in_order import in_threads
+from tests.numerics.in_order import in_threads
 from tests.support.cover import Case, all_supported
 from tests.support.pool import Pool
 from tests.support.reference import IGNORED, reference_loss_and_grads, relative_error
@@ -37,21 +36,25 @@ CASES = [replace(case, vocab_parallel=True) for case in all_supported() if case.
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_every_gradient_equal_the_plain_process(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_loss_and_every_gradient_equal_the_plain_process(
+    case: Case, reports: Callable[[Case], list[RankReport]]
+) -> None:
     """V = 61 divides by no number of ranks here: the last shard is padded."""
-    reports = run_case(pool, case)
-    assert reports[0].cut == (("embedding.weight",) if case.tied else ("embedding.weight", "head.weight"))
-    assert discrepancies(case, reports) == []
+    ranks = reports(case)
+    assert ranks[0].cut == (("embedding.weight",) if case.tied else ("embedding.weight", "head.weight"))
+    assert discrepancies(case, ranks) == []
     peaks = make_plan(config_of(case)).peaks
-    assert [report.peak_units for report in reports] == list(peaks.units)
-    assert [report.peak_kv_slots for report in reports] == list(peaks.kv_slots)
+    assert [rank.peak_units for rank in ranks] == list(peaks.units)
+    assert [rank.peak_kv_slots for rank in ranks] == list(peaks.kv_slots)
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
-def test_the_in_order_transport_gives_the_same(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_the_in_order_transport_gives_the_same(
+    case: Case, pool: Callable[[int], Pool], reports: Callable[[Case], list[RankReport]]
+) -> None:
     """To the bit on two ranks; with more, gloo's reduce adds the ranks' parts in an order of its own."""
     (threads,) = pool(1).run(in_threads, case)
-    for ours, theirs in zip(threads, run_case(pool, case), strict=True):
+    for ours, theirs in zip(threads, reports(case), strict=True):
         assert ours.gradients.keys() == theirs.gradients.keys()
         bound = 0.0 if case.pp == 2 else 1e-5
         assert all(relative_error(ours.gradients[n], theirs.gradients[n]) <= bound for n in theirs.gradients)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
@@ -120,19 +122,24 @@ def all_supported() -> tuple[Case, ...]:
     Greedy: each layout takes the combination that adds most pairs not met yet, then the one whose pairs were met least.
     """
     combinations = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-    within = [tuple(itertools.combinations(combination.items(), 2)) for combination in combinations]
-    met: dict[Pair, int] = {}
+    numbers: dict[Pair, int] = {}
 
-    def worth(pairs: Iterable[Pair]) -> tuple[int, float]:
-        counts = [met.get(pair, 0) for pair in pairs]
-        return counts.count(0), sum(1 / (1 + count) for count in counts)
+    def numbered(pairs: Iterable[Pair]) -> list[int]:
+        return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
 
+    within = np.array([numbered(itertools.combinations(combination.items(), 2)) for combination in combinations])
+    across = {
+        item: np.array([numbered((item, other) for other in combination.items()) for combination in combinations])
+        for item in {item for layout in layouts() for item in layout.items()}
+    }
+    met = np.zeros(len(numbers), dtype=int)
     cases = []
     for layout in layouts():
-        across = [tuple(itertools.product(layout.items(), combination.items())) for combination in combinations]
-        best = max(range(len(combinations)), key=lambda i: worth(within[i] + across[i]))
-        for pair in within[best] + across[best]:
-            met[pair] = met.get(pair, 0) + 1
+        pairs = np.hstack([within, *(across[item] for item in layout.items())])
+        counts = met[pairs]  # [combinations, pairs of each]
+        new, rare = (counts == 0).sum(1), (1 / (1 + counts)).sum(1)
+        best = int(np.lexsort((-rare.round(9), -new))[0])
+        met[pairs[best]] += 1
         cases.append(Case(**layout, **combinations[best]))
     return tuple(cases)
 

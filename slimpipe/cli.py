@@ -26,6 +26,7 @@ from slimpipe.config import ConfigError, check_output, check_world, job_size, lo
 from slimpipe.doctor.command import doctor
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware_file import load_hardware
+from slimpipe.plan.swap import Amount, SwapSetting, host_link, unit_bytes
 from slimpipe.schedule import (
     BUILT,
     MODES,
@@ -36,6 +37,7 @@ from slimpipe.schedule import (
     Plan,
     PlanError,
     Shape,
+    Swap,
     Timeline,
     add_exchange,
     add_vocabulary,
@@ -47,6 +49,7 @@ from slimpipe.schedule import (
     grid,
     output_layer_costs,
     peak_activation,
+    place_layers,
     sliced_costs,
 )
 from slimpipe.schedule import simulate as run_on_paper
@@ -208,6 +211,17 @@ SequenceOption = Annotated[int | None, typer.Option(help="Tokens a sequence. Def
 HeadOption = Annotated[
     float | None, typer.Option(help="The whole output layer's forward for a slice, in average forwards of a unit.")
 ]
+SwapOption = Annotated[
+    str, typer.Option(help="Activations in host memory: off, auto (the least that fits) or a share of them, 0 to 1.")
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(help="With --swap auto: what a rank may hold, in activations of one microbatch over all layers."),
+]
+CopyOption = Annotated[
+    float | None,
+    typer.Option(help="Copying a unit's activations one way, in average forwards of a unit. Default 1."),
+]
 
 
 @app.command()
@@ -225,6 +239,9 @@ def simulate(
     hardware: HardwareOption = None,
     model: ModelOption = None,
     sequence: SequenceOption = None,
+    swap: SwapOption = "off",
+    activation_budget: BudgetOption = None,
+    copy_cost: CopyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     with_grid: Annotated[
         bool,
@@ -236,7 +253,8 @@ def simulate(
         shape = _shape(pp, virtual_stages, slices, microbatches)
         setting = _setting(shape, schedule, attention_share, exchange, hardware, model, sequence)
         costs = _costs(slices, attention_share, backward_cost)
-        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting)
+        swaps = _swaps(shape, setting, swap, activation_budget, copy_cost, hardware, model, sequence)
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting, swaps)
     report = paper.report()
     if as_json:
         if with_grid:
@@ -263,6 +281,9 @@ def draw(
     hardware: HardwareOption = None,
     model: ModelOption = None,
     sequence: SequenceOption = None,
+    swap: SwapOption = "off",
+    activation_budget: BudgetOption = None,
+    copy_cost: CopyOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The SVG file to write.")] = Path("schedule.svg"),
 ) -> None:
     """Draw a schedule's timeline as SVG."""
@@ -270,7 +291,8 @@ def draw(
         shape = _shape(pp, virtual_stages, slices, microbatches)
         setting = _setting(shape, schedule, attention_share, exchange, hardware, model, sequence)
         costs = _costs(slices, attention_share, backward_cost)
-        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting)
+        swaps = _swaps(shape, setting, swap, activation_budget, copy_cost, hardware, model, sequence)
+        paper = _Paper.of(schedule, shape, costs, _Head.of(vocab, head_share), exchange, setting, swaps)
         try:
             output.write_text(draw_svg(paper.timeline), encoding="utf-8")
         except OSError as error:
@@ -331,6 +353,47 @@ def _setting(
     return ExchangeSetting.on_hardware(profile, settings.model, shape, tokens, attention_share, recompute)
 
 
+def _swaps(
+    shape: Shape,
+    setting: ExchangeSetting | None,
+    swap: str,
+    budget: float | None,
+    copy: float | None,
+    hardware: Path | None,
+    model: Path | None,
+    sequence: int | None,
+) -> SwapSetting | None:
+    """What is to move; None where nothing is."""
+    amount = _amount(swap)
+    if amount == "off":
+        for name, value in (("activation-budget", budget), ("copy-cost", copy)):
+            if value is not None:
+                raise ConfigError([f"--{name} = {value}: says something with --swap alone; leave it out"])
+        return None
+    if hardware is None or model is None:
+        mean = 1.0 if setting is None else setting.work.mean_forward(shape.n)
+        return SwapSetting.on_paper(amount, shape, mean * (1.0 if copy is None else copy), budget)
+    if copy is not None:
+        raise ConfigError([f"--copy-cost = {copy}: --hardware and --model set it; leave one of them out"])
+    settings = load_config(model)
+    tokens = (sequence or settings.data.sequence_length) // shape.n
+    placement = place_layers(settings.model.layers, shape.stages)
+    sizes = unit_bytes(settings.model, settings.memory.recompute, shape, placement, tokens, with_slots=True)
+    return SwapSetting(amount, sizes, host_link(load_hardware(hardware))).within(shape, budget)
+
+
+def _amount(swap: str) -> Amount:
+    if swap in ("off", "auto"):
+        return cast(Amount, swap)
+    try:
+        share = float(swap)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise ConfigError([f"--swap = {swap}: must be off, auto or a number > 0 and <= 1"])
+    return share
+
+
 @dataclass(frozen=True)
 class _Head:
     """Where the output layer is and what its forward takes for a slice."""
@@ -364,6 +427,10 @@ class _Paper:
     peaks: Peaks
     exchange: Exchange | None
     setting: ExchangeSetting | None
+    kept: Timeline
+    """Without swaps."""
+    swap: Swap | None = None
+    swaps: SwapSetting | None = None
 
     @classmethod
     def of(
@@ -374,6 +441,7 @@ class _Paper:
         head: _Head,
         mode: str = "off",
         setting: ExchangeSetting | None = None,
+        swaps: SwapSetting | None = None,
     ) -> _Paper:
         """`setting`: of the exchange; with hardware its times replace `costs`."""
         actions = 2 * shape.p * shape.units
@@ -393,13 +461,21 @@ class _Paper:
             plan = add_vocabulary(plan, costs, slots)
         mean = 1.0 if setting is None else setting.work.mean_forward(shape.n)
         costs = replace(costs, vocabulary=output_layer_costs(mean * (head.share or 0.0), shape.p))
-        peaks = check(plan, exchange)
         link = setting.link if setting is not None else None
-        gatherings = setting.gatherings(exchange) if setting is not None and exchange is not None else None
-        timeline = run_on_paper(plan, costs, link, gatherings=gatherings)
+
+        def on_paper() -> Timeline:
+            gatherings = setting.gatherings(exchange) if setting is not None and exchange is not None else None
+            return run_on_paper(plan, costs, link, gatherings=gatherings, host=None if swaps is None else swaps.links())
+
+        timeline, swap = on_paper(), None
+        kept = timeline
+        if swaps is not None:
+            plan, swap = swaps.apply(plan, kept)
+            timeline = on_paper()
+        peaks = check(plan, exchange, swap=swap)
         if not math.isfinite(timeline.makespan):
             raise PlanError("the costs are too large to be added up; use smaller ones")
-        return cls(plan, head, timeline, peaks, exchange, setting)
+        return cls(plan, head, timeline, peaks, exchange, setting, kept, swap, swaps)
 
     def grid(self) -> str:
         # A pass is a small part of a forward: sampled by time it would hardly ever be seen.
@@ -430,7 +506,13 @@ class _Paper:
                 "peak_activation": float(peak_activation(name, shape)),
             },
             **self._exchange(),
+            **self._swap(),
         }
+
+    def _swap(self) -> dict[str, Any]:
+        if self.swaps is None or self.swap is None:
+            return {"swap": "off"}
+        return self.swaps.report(self.plan, self.swap, self.timeline, self.kept)
 
     def _exchange(self) -> dict[str, Any]:
         if self.setting is not None and self.exchange is not None:
@@ -453,6 +535,14 @@ def _show(report: dict[str, Any]) -> None:
         whole.add_row(f"loans, {report['exchange']}", str(report["loans"]), "")
         whole.add_row("exchange, in L M_h a microbatch", f"{busiest:.2f}", bound)
         whole.add_row("longest rank over the best, in KV slices", f"{report['max_imbalance_kv_slices']:.2f}", "")
+    if report["swap"] != "off":
+        moved, device, host = (max(report[key]) for key in ("moved_share", "device_activation", "host_activation"))
+        whole.add_row(f"swap, {report['swap']}: moved on one rank", f"{moved:.0%}", "")
+        within = "" if report["swap_fits"] else ", above the budget"
+        whole.add_row("on a device, in M_a", f"{device:.4f}{within}", "")
+        whole.add_row("in host memory of a rank, in M_a", f"{host:.4f}", "")
+        whole.add_row("waits for copies, on one rank", f"{max(report['swap_waited']):.2f}", "")
+        whole.add_row("makespan without swap", f"{report['makespan_without_swap']:.2f}", "")
     ranks = Table("rank", "idle", "peak units", "KV slots by chunk")
     rows = zip(report["idle"], report["peak_units"], report["kv_slots"], strict=True)
     for rank, (idle, units, slots) in enumerate(rows):

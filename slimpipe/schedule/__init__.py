@@ -1,8 +1,8 @@
 """The schedule as pure data: built, checked, lowered, simulated and drawn with no GPU and no torch (DESIGN section 2).
 
-`build` gives every rank's list of actions; `balance` and `add_exchange`, `add_vocabulary` and `lower` add loans, passes
-and transfers, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it. `forward_only`, right
-behind `build`, makes it an evaluation's. The runtime follows the lists and decides nothing.
+`build` gives every rank's list of actions; `balance` and `add_exchange`, `add_vocabulary`, `lower`, `add_swap` add
+loans, passes, transfers and swaps, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it.
+`forward_only`, right behind `build`, makes it an evaluation's. The runtime follows the lists and decides nothing.
 """
 
 from slimpipe.schedule.action import Action, Op, Unit
@@ -21,6 +21,8 @@ from slimpipe.schedule.forward_only import forward_only
 from slimpipe.schedule.gatherings import Gatherings
 from slimpipe.schedule.granularity import Granularity, best_granularity, if_shorter
 from slimpipe.schedule.grid import grid
+from slimpipe.schedule.held import Held, held_by_units, most_held
+from slimpipe.schedule.host_link import HostCopy, HostLinks
 from slimpipe.schedule.in_flight import peak_held, peak_kept, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
@@ -36,6 +38,8 @@ from slimpipe.schedule.simulate import simulate
 from slimpipe.schedule.slot_times import SlotTimes, Together
 from slimpipe.schedule.slots import Slot, Slots, slots_of
 from slimpipe.schedule.stages import place_layers
+from slimpipe.schedule.swap import Swap, Trip, UnitBytes, add_swap
+from slimpipe.schedule.swap_choice import PLANNED_SHARE, least_swap, share_swap
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, Tensor, links
 from slimpipe.schedule.vocabulary import add_vocabulary
@@ -43,6 +47,18 @@ from slimpipe.schedule.wire import Transfer
 from slimpipe.schedule.work import Load, Work, sliced_work
 
 __all__ = [
+    "share_swap",
+    "most_held",
+    "least_swap",
+    "held_by_units",
+    "add_swap",
+    "UnitBytes",
+    "Trip",
+    "Swap",
+    "PLANNED_SHARE",
+    "HostLinks",
+    "HostCopy",
+    "Held",
     "BUILT",
     "MODES",
     "NOT_BUILT",

@@ -27,6 +27,12 @@ With vocabulary parallelism every rank also carries out, for every slice of ever
     G3.12@0      post the broadcast of the gradient of the embedding's output
     D3.12@0      wait for it, and add it into the rank's rows
 
+A unit whose activations spend the time between F and B in host memory (`schedule.swap`) has three actions there:
+
+    O3.12@0      offload: start copying the unit's activations to the host
+    V3.12@0      vacate: compute waits for that copy, and their memory on the device is free
+    R3.12@0      reload: take memory and start copying them back; the unit's B waits for it
+
 An evaluation's plan (`schedule.forward_only`) has no B, and in place of T, G and D:
 
     L3.12@1      wait for the statistics; the losses of the slice's tokens
@@ -57,6 +63,9 @@ class Op(str, Enum):
     LOSS = "L"
     EMBED_GRAD_OUT = "G"
     EMBED_GRAD = "D"
+    OFFLOAD = "O"
+    VACATE = "V"
+    RELOAD = "R"
 
     @property
     def is_compute(self) -> bool:
@@ -84,6 +93,11 @@ class Op(str, Enum):
     def is_vocabulary(self) -> bool:
         return self in _VOCABULARY
 
+    @property
+    def is_swap(self) -> bool:
+        """A unit's activations on their way to host memory and back."""
+        return self in (Op.OFFLOAD, Op.VACATE, Op.RELOAD)
+
 
 _VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.LOSS, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
 
@@ -101,7 +115,7 @@ class Unit:
 
 
 _TOKEN = re.compile(
-    r"(F|B|SF|RF|SB|RB|XF|XB|[EHSTLGD])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII
+    r"(F|B|SF|RF|SB|RB|XF|XB|[EHSTLGDOVR])(0|[1-9]\d*)\.(0|[1-9]\d*)@(0|[1-9]\d*)(?:([<>])(0|[1-9]\d*))?", re.ASCII
 )
 
 

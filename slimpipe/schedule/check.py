@@ -7,8 +7,9 @@ Each question has a file of its own under `proofs`, and each may rely on those b
 3. `proofs.vocabulary` vocabulary passes once on every rank, their collectives in one order (plans that have them)
 4. `proofs.exchange`   every token of every past attended to once, by its owner or one helper (plans that exchange)
 5. `proofs.transfers`  sends and receives match one to one, in one order on each link (lowered plans)
-6. `proofs.progress`   no deadlock where receives, collectives and helpers block
-7. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
+6. `proofs.swap`       each unit stays, or goes to the host and comes back in time; memory as stated (plans that swap)
+7. `proofs.progress`   no deadlock where receives, collectives and helpers block
+8. `proofs.slots`      every past is exactly the slots of the earlier slices, no slot used twice
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from slimpipe.schedule.proofs.exchange import prove_exchange
 from slimpipe.schedule.proofs.order import prove_slice_order
 from slimpipe.schedule.proofs.progress import prove_progress
 from slimpipe.schedule.proofs.slots import prove_kv_slots
+from slimpipe.schedule.proofs.swap import prove_swap
 from slimpipe.schedule.proofs.transfers import prove_transfers
 from slimpipe.schedule.proofs.units import prove_units
 from slimpipe.schedule.proofs.vocabulary import prove_vocabulary
+from slimpipe.schedule.swap import Swap
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Peaks:
     logits: tuple[int, ...]
 
 
-def check(plan: Plan, exchange: Exchange | None = None, forward_only: bool = False) -> Peaks:
+def check(plan: Plan, exchange: Exchange | None = None, forward_only: bool = False, swap: Swap | None = None) -> Peaks:
     """Prove the plan sound, with or without transfer actions, and return what it holds at most.
 
-    `exchange`: of a plan that has passed `add_exchange`. `forward_only`: it is an evaluation's. Raises PlanError with
-    the first offending action, its rank and index, what was expected, and its place in the grid.
+    `exchange`: of a plan that has passed `add_exchange`; `swap`: `add_swap`. `forward_only`: it is an evaluation's.
+    Raises PlanError with the first offending action, its rank and index, what was expected, and its place in the grid.
     """
     if len(plan.ranks) != plan.shape.p:
         raise PlanError(f"{plan.name}: lists for {len(plan.ranks)} ranks, but p = {plan.shape.p}")
@@ -57,6 +60,8 @@ def check(plan: Plan, exchange: Exchange | None = None, forward_only: bool = Fal
         prove_exchange(plan, exchange)
     if plan.is_lowered:
         prove_transfers(plan)
+    if plan.has_swap or swap is not None:
+        prove_swap(plan, swap)
     prove_progress(plan, exchange)
     kv_slots = prove_kv_slots(plan)
     return Peaks(

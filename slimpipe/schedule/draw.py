@@ -19,6 +19,8 @@ from slimpipe.schedule.timeline import Timeline
 _GREY = "#7d8590"
 _FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 _FORWARD_HUE, _BACKWARD_HUE, _VOCABULARY_HUE, _HELP_HUE = 212, 28, 130, 285
+_OUT, _BACK = "#d6409f", "#12a594"
+"""Copies to the host and back: lines along the upper and the lower edge of a rank's row."""
 _LIGHTNESS = (0.38, 0.58, 0.48, 0.68)
 """By microbatch, repeating. Neighbours differ by more than those two apart."""
 _ORANGE_LIFT = 0.06
@@ -35,8 +37,9 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
 
     Forwards are blue and backwards orange, shaded by microbatch; boxes with room for it show the slice (the microbatch
     where n = 1), and with several chunks a letter for the chunk. Vocabulary passes that take time are green, with the
-    pass's letter before the slice; idle ranks that help with others' attention are purple. The caption gives shape,
-    bubble and peak activation.
+    pass's letter before the slice; idle ranks that help with others' attention are purple. Lines along a row's upper
+    and lower edge are activations on their way to the host and back. The caption gives shape, bubble and peak
+    activation.
     """
     shape = timeline.shape
     row = max(_SMALLEST_ROW, min(_ROW, _TALLEST_PLOT // shape.p))
@@ -47,6 +50,7 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
         _text(_LEFT, 26, heading, size=16, weight=600),
         f'<path fill="#8b949e" fill-opacity="0.22" d="{_idle(timeline, plot)}"/>',
         *_boxes(timeline, plot),
+        *_copies(timeline, plot),
         *_labels(timeline, plot),
         *_legend(timeline, _TOP + row * shape.p + 22),
         _text(_LEFT, _TOP + row * shape.p + 46, _caption(timeline), size=13),
@@ -98,6 +102,21 @@ def _boxes(timeline: Timeline, plot: _Plot) -> list[str]:
     return drawn
 
 
+def _copies(timeline: Timeline, plot: _Plot) -> list[str]:
+    """One path a direction."""
+    drawn = []
+    for inward, colour in ((False, _OUT), (True, _BACK)):
+        path = ""
+        for copy in timeline.copies:
+            if copy.inward is inward and copy.end > copy.start:
+                x, y, wide, high = plot.box(copy.rank, copy.start, copy.end)
+                line = min(3.0, high / 4)
+                path += _rectangle(x, y + high - line if inward else y, wide, line)
+        if path:
+            drawn.append(f'<path fill="{colour}" d="{path}"/>')
+    return drawn
+
+
 def _label(action: Action, box: tuple[float, float, float, float], shape: Shape) -> str:
     x, y, wide, high = box
     text = str(action.unit.slice if shape.n > 1 else action.unit.microbatch)
@@ -139,6 +158,11 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
             x += 15
         drawn.append(_text(x + 4, y, word, size=12))
         x += room
+    if timeline.copies:
+        for word, colour in (("to host", _OUT), ("back", _BACK)):
+            drawn.append(f'<path fill="{colour}" d="{_rectangle(x, y - 6, 13, 3)}"/>')
+            drawn.append(_text(x + 19, y, word, size=12))
+            x += 68
     drawn.append(f'<path fill="#8b949e" fill-opacity="0.22" d="{_rectangle(x, y - 10, 13, 12)}"/>')
     drawn.append(_text(x + 19, y, "idle", size=12))
     notes = []

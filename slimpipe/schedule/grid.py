@@ -5,20 +5,25 @@
     tick       0     1     2     3     4     5
     rank 0  F0.0  F1.0     .  B0.0     .  B1.0
     rank 1     .  F0.0  B0.0  F1.0  B1.0     .
+
+Where a rank swaps, two lines below its own show what its host link carries out (O) and back (R).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from slimpipe.schedule.action import Action
+from slimpipe.schedule.action import Action, Op
 from slimpipe.schedule.costs import VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
 from slimpipe.schedule.gatherings import Gatherings
+from slimpipe.schedule.host_link import HostLinks
+from slimpipe.schedule.loan_cost import Rate
 from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan
 from slimpipe.schedule.simulate import simulate
 from slimpipe.schedule.slot_times import InEqualTime
+from slimpipe.schedule.swap import UnitBytes
 from slimpipe.schedule.timeline import Timeline
 
 _ONE_TICK = replace(equal_costs(1.0, 1.0), vocabulary=VocabularyCosts(statistics=1.0, gradient=1.0))
@@ -35,13 +40,16 @@ def grid(
 ) -> str:
     """Ranks x ticks `first` up to, not including, `last`.
 
-    A plan is drawn with forwards, backwards and passes S and T of one tick each. A timeline is sampled in the middle of
-    each tick, which defaults to its shortest forward or backward; `-` continues the action to its left, `.` is idle.
-    Chunks are left out where there is one a rank. `exchange`: of a plan with helpers, whose actions take a tick too.
+    A plan is drawn with forwards, backwards, passes S and T, and copies to the host and back of one tick each. A
+    timeline is sampled in the middle of each tick, which defaults to its shortest forward or backward; `-` continues
+    the action to its left, `.` is idle. Chunks are left out where there is one a rank. `exchange`: of a plan with
+    helpers, whose actions take a tick too.
     """
     if isinstance(source, Plan):
         gatherings = Gatherings(exchange, InEqualTime(1.0)) if exchange is not None else None
-        timeline = simulate(source, _ONE_TICK, gatherings=gatherings)
+        shape = source.shape
+        host = HostLinks(shape.p, UnitBytes.equal(shape), Rate(0.0, 1.0))
+        timeline = simulate(source, _ONE_TICK, gatherings=gatherings, host=host)
     else:
         timeline = source
     if tick is None:
@@ -53,6 +61,11 @@ def grid(
     rows = [["tick", *map(str, ticks)]]
     for rank, spans in enumerate(timeline.spans):
         rows.append([f"rank {rank}", *_cells(spans, tick, ticks, timeline.shape.v > 1)])
+        for inward, op, name in ((False, Op.OFFLOAD, "  out"), (True, Op.RELOAD, "  back")):
+            copies = [copy for copy in timeline.copies if (copy.rank, copy.inward) == (rank, inward)]
+            if copies:
+                found = tuple(Span(Action(op, copy.unit), copy.start, copy.end) for copy in copies)
+                rows.append([name, *_cells(found, tick, ticks, timeline.shape.v > 1)])
     label = max(len(row[0]) for row in rows)
     width = max((len(cell) for row in rows for cell in row[1:]), default=1)
     return "\n".join("  ".join([row[0].ljust(label), *(cell.rjust(width) for cell in row[1:])]) for row in rows) + "\n"

@@ -70,6 +70,11 @@ class Plan:
         """Whether idle ranks' help with attention is actions of the plan."""
         return any(a.op.is_help for actions in self.ranks for a in actions)
 
+    @property
+    def has_swap(self) -> bool:
+        """Whether units' ways to host memory and back are actions of the plan."""
+        return any(a.op.is_swap for actions in self.ranks for a in actions)
+
     def compute(self, rank: int) -> tuple[Action, ...]:
         """Rank's forwards and backwards alone, without transfers and vocabulary passes."""
         return tuple(a for a in self.ranks[rank] if a.op.is_compute)

@@ -15,6 +15,7 @@ from slimpipe.schedule.collectives import awaited_by
 from slimpipe.schedule.costs import Costs, LinkCost
 from slimpipe.schedule.flow import Event, Flow, Rule
 from slimpipe.schedule.gatherings import Gatherings, HelpRule
+from slimpipe.schedule.host_link import HostLinks, OffloadRule, ReloadRule, VacateRule
 from slimpipe.schedule.meetings import Meetings, PassRule
 from slimpipe.schedule.plan import Plan, PlanError, Shape
 from slimpipe.schedule.timeline import Timeline
@@ -28,14 +29,17 @@ def simulate(
     link: LinkCost | None = None,
     rules: Mapping[Op, Rule] | None = None,
     gatherings: Gatherings | None = None,
+    host: HostLinks | None = None,
 ) -> Timeline:
     """Run the plan on paper. `link` None: transfers and collectives are free. `rules` adds to what operations do, or
-    replaces it. `gatherings`: the plan's exchange, and what its slots take where `costs` do not say it.
+    replaces it. `gatherings`: the plan's exchange, and what its slots take where `costs` do not say it. `host`: what
+    swaps take; None: nothing.
 
     Raises PlanError naming each rank's blocked action where the plan deadlocks.
     """
     wires = Wires(link)
-    base = base_rules(plan, costs, wires, Meetings(plan.shape.p, link), gatherings)
+    host = host or HostLinks(plan.shape.p)
+    base = base_rules(plan, costs, wires, Meetings(plan.shape.p, link), gatherings, host)
     flow = Flow(plan, {**base, **(rules or {})})
     stuck = flow.run()
     if stuck:
@@ -43,16 +47,24 @@ def simulate(
         raise PlanError(f"deadlock: {places}")
     spans = tuple(tuple(spans) for spans in flow.spans)
     waited = tuple(gatherings.waited) if gatherings else ()
-    return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), link.tensor_bytes if link else 0, waited)
+    tensor_bytes = link.tensor_bytes if link else 0
+    copies, swap_waited = tuple(host.copies), tuple(host.waited)
+    return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), tensor_bytes, waited, copies, swap_waited)
 
 
 def base_rules(
-    plan: Plan, costs: Costs, wires: Wires, meetings: Meetings, gatherings: Gatherings | None = None
+    plan: Plan,
+    costs: Costs,
+    wires: Wires,
+    meetings: Meetings,
+    gatherings: Gatherings | None = None,
+    host: HostLinks | None = None,
 ) -> dict[Op, Rule]:
     """Rules of all operations. Raises PlanError where helpers are not told whom they help."""
     if gatherings is None and plan.has_help:
         raise PlanError(f"{plan.name}: has helper actions (XF, XB); pass the exchange that they belong to")
-    compute, send, receive = ComputeRule(plan, costs, wires, gatherings), SendRule(wires), ReceiveRule(wires)
+    host = host or HostLinks(plan.shape.p)
+    compute, send, receive = ComputeRule(plan, costs, wires, gatherings, host), SendRule(wires), ReceiveRule(wires)
     rules: dict[Op, Rule] = dict.fromkeys(Op, PassRule(costs.vocabulary, meetings))
     if gatherings is not None:
         rules |= dict.fromkeys((Op.HELP_FORWARD, Op.HELP_BACKWARD), HelpRule(gatherings))
@@ -63,6 +75,9 @@ def base_rules(
         Op.SEND_BACKWARD: send,
         Op.RECV_FORWARD: receive,
         Op.RECV_BACKWARD: receive,
+        Op.OFFLOAD: OffloadRule(host),
+        Op.VACATE: VacateRule(host),
+        Op.RELOAD: ReloadRule(host),
     }
 
 
@@ -70,22 +85,25 @@ class ComputeRule(Rule):
     """A forward or backward waits for its input, holds the rank for its duration, and makes its output.
 
     Where the plan has no sends, `wires` carries outputs to other ranks. With loans it waits for its group too, which
-    then sets its duration.
+    then sets its duration. A backward also waits for activations that come back from the host.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, wires: Wires, gatherings: Gatherings | None = None) -> None:
+    def __init__(self, plan: Plan, costs: Costs, wires: Wires, gatherings: Gatherings | None, host: HostLinks) -> None:
         self._costs = costs
         self._gatherings = gatherings
+        self._host = host
+        self._arrived = [0.0] * plan.shape.p
         self._wires = None if plan.is_lowered else wires
         self._in_passes = plan.has_vocabulary
         self._last = plan.shape.stages - 1
 
     def arrive(self, flow: Flow, rank: int, action: Action, time: float) -> None:
+        self._arrived[rank] = time
         if self._gatherings is not None:
             self._gatherings.arrive(rank, time)
 
     def needs(self, flow: Flow, rank: int, action: Action) -> Sequence[Event]:
-        inputs = self._inputs(flow.plan.shape, rank, action)
+        inputs = (*self._inputs(flow.plan.shape, rank, action), *self._host.awaited_by(rank, action))
         return inputs if self._gatherings is None else self._gatherings.needs(flow, rank, action, inputs)
 
     def _inputs(self, shape: Shape, rank: int, action: Action) -> Sequence[Event]:
@@ -98,6 +116,9 @@ class ComputeRule(Rule):
 
     def run(self, flow: Flow, rank: int, action: Action, start: float) -> float:
         shape = flow.plan.shape
+        for copied in self._host.awaited_by(rank, action):
+            others = [flow.when(event) or 0.0 for event in self._inputs(shape, rank, action)]
+            self._host.wait(rank, max([self._arrived[rank], *others]), flow.when(copied) or 0.0)
         stage = shape.stage(rank, action.unit.chunk)
         stay = self._gatherings.stay(rank, action) if self._gatherings is not None else None
         end = start + (self._costs.of(stage, action) if stay is None else stay.until)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slimpipe.schedule.flow import Span
+from slimpipe.schedule.host_link import HostCopy
 from slimpipe.schedule.in_flight import peak_kept
 from slimpipe.schedule.plan import Shape
 from slimpipe.schedule.transfers import Kind
@@ -26,6 +27,10 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     tensor_bytes: int = 0
     waited: tuple[float, ...] = ()
+    copies: tuple[HostCopy, ...] = ()
+    """Activations on their way to host memory and back, of all ranks."""
+    swap_waited: tuple[float, ...] = ()
+    """By rank, time in which compute waited for such copies and for nothing else."""
 
     @cached_property
     def makespan(self) -> float:

@@ -8,7 +8,8 @@ sequence through one block of each chunk, on its own, with the shapes and pasts 
 from __future__ import annotations
 
 import warnings
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -121,13 +122,20 @@ def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
             helped |= engine.loans.helped_lengths(action)
     q = torch.zeros(query, dtype=keys.dtype, device=keys.device)
     dq = torch.zeros_like(q)
-    for chunk, length in sorted(own):
-        # Views of the real buffer: cuDNN's graphs are kept by strides too.
-        k, v = engine.layer_slots[chunk][engine.stages[chunk].layers[0]].read(0, length)
-        dq = _there_and_back(engine, q, k, v)
-    for length in sorted(helped):
-        k = torch.zeros(query[0], length, *keys.shape[2:], dtype=keys.dtype, device=keys.device)
-        _there_and_back(engine, q, k, k.clone())
+
+    def every_length() -> None:
+        nonlocal dq
+        for chunk, length in sorted(own):
+            # Views of the real buffer: cuDNN's graphs are kept by strides too.
+            k, v = engine.layer_slots[chunk][engine.stages[chunk].layers[0]].read(0, length)
+            dq = _there_and_back(engine, q, k, v)
+        for length in sorted(helped):
+            k = torch.zeros(query[0], length, *keys.shape[2:], dtype=keys.dtype, device=keys.device)
+            _there_and_back(engine, q, k, k.clone())
+
+    # Autograd has a thread of its own for a GPU's backwards, and each thread has its own cuDNN graphs.
+    every_length()
+    _within_a_backward(every_length, keys.device)
     shape = (query[0], query[2], query[1])
     for computed, lent in sorted(counts):
         # Tensors of their own: the compiler's code for one number of parts also depends on which are the same.
@@ -135,6 +143,25 @@ def _attention(engine: Engine, query: torch.Size, keys: Tensor) -> None:
         merge([torch.zeros_like(q) for _ in lses], lses)
         # The kernel's gradients are laid out as it likes, those that come from other ranks as they were sent.
         sum_rounded([torch.zeros_like(dq if part < computed else q) for part in range(computed + lent)])
+
+
+class _Within(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, work: Callable[[], None]) -> Tensor:
+        ctx.work = work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        ctx.work()
+        return dout, None
+
+
+@torch.enable_grad()
+def _within_a_backward(work: Callable[[], None], device: torch.device) -> None:
+    """Runs `work` where autograd runs the backwards of a device."""
+    x: Tensor = _Within.apply(torch.zeros((), device=device, requires_grad=True), work)
+    x.backward()
 
 
 def _there_and_back(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

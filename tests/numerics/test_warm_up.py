@@ -1,16 +1,20 @@
-"""The warm-up meets every kernel of a step: what the first step compiled would be loaded behind posted receives, which
-has stopped runs on GPUs (docs/log.md, 2026-11-30)."""
+"""The warm-up meets every kernel of a step.
+
+What the first step compiles or plans is loaded behind posted receives, which has stopped runs on GPUs (docs/log.md,
+2026-11-30).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
 from slimpipe.kernels import fuse, merge
+from slimpipe.kernels.attention import PlainAttention
 from slimpipe.train.session import Session
 from tests.numerics.harness import batch_of, case, config_of
 from tests.support.cover import Case
@@ -25,9 +29,17 @@ CASES = [
 ]
 
 
-def compiled_in_turn(rank: int, world: int, case: Case) -> tuple[list[str], list[str]]:
-    """Functions that the compiler was given in the warm-up, and in the two steps after it."""
+class Met(NamedTuple):
+    """What was asked for, in turn: functions of the compiler, and attention blocks as cuDNN tells them apart."""
+
+    compiled: list[str]
+    attention: list[tuple[Any, ...]]
+
+
+def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
+    """In the warm-up, and in the two steps after it."""
     names: list[str] = []
+    blocks: list[tuple[Any, ...]] = []
     made: dict[int, Callable[..., Any]] = {}
 
     def compiled(function: fuse.Fused[..., Any]) -> Callable[..., Any]:
@@ -39,23 +51,39 @@ def compiled_in_turn(rank: int, world: int, case: Case) -> tuple[list[str], list
             made[id(function)] = torch.compile(function.plain, dynamic=False, backend=note)
         return made[id(function)]
 
+    def noted(which: str) -> Callable[..., Any]:
+        plain = getattr(PlainAttention, which)
+
+        def run(self: PlainAttention, *arguments: Any, causal: bool) -> Any:
+            q, k, v = arguments[-5:-2] if which == "backward" else arguments
+            # On a GPU autograd's thread runs the backwards, and cuDNN's graphs are each thread's own.
+            thread = "autograd's" if torch._C._current_autograd_node() is not None else "main"
+            blocks.append((thread, which, *((x.shape, x.stride()) for x in (q, k, v)), causal))
+            return plain(self, *arguments, causal=causal)
+
+        return run
+
     with (
+        mock.patch.object(PlainAttention, "forward", noted("forward")),
+        mock.patch.object(PlainAttention, "backward", noted("backward")),
         mock.patch.object(fuse, "runs_compiled", lambda argument: True),
         mock.patch.object(fuse.Fused, "compiled", property(compiled)),
         mock.patch.object(merge, "extension_available", lambda: False),
         mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
     ):
         session = Session(config_of(case))
-        warm = len(names)
+        warm = len(names), len(blocks)
         tokens, labels = batch_of(case)
         for _ in range(2):
             session.train_step(tokens, labels)
     torch._dynamo.reset()
-    return names[:warm], names[warm:]
+    return Met(names[: warm[0]], blocks[: warm[1]]), Met(names[warm[0] :], blocks[warm[1] :])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_step_compiles_what_the_warm_up_has_not(case: Case, pool: Callable[[int], Pool]) -> None:
-    for rank, (warm, later) in enumerate(pool(case.pp).run(compiled_in_turn, case)):
-        assert "_merge_into" in warm
-        assert later == [], f"rank {rank}"
+def test_no_step_meets_what_the_warm_up_has_not(case: Case, pool: Callable[[int], Pool]) -> None:
+    for rank, (warm, later) in enumerate(pool(case.pp).run(met_in_turn, case)):
+        assert "_merge_into" in warm.compiled
+        assert later.compiled == [], f"rank {rank}"
+        assert {block[0] for block in later.attention} == {"main", "autograd's"}
+        assert set(later.attention) <= set(warm.attention), f"rank {rank}"

@@ -34,6 +34,8 @@ from slimpipe.train.step_metrics import StepMetrics
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.jsonl"
 PROFILE = Path(__file__).parents[1] / "configs" / "hardware" / "h200_facts_nccl.yaml"
+CALIBRATED = PROFILE.with_name("h200.yaml")
+"""What `slimpipe calibrate` measured: for what the step should take. The cases' cost tests keep PROFILE's rates."""
 PEAK_FLOPS = {"NVIDIA H200": 989e12}
 GIB = 2**30
 
@@ -267,9 +269,8 @@ def surprises(on_gpu: bool) -> dict[str, int]:
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:
-    """The step on paper, with NCCL's rates beside compute, recomputed GEMMs and attention; no norms, optimizer or
-    launches."""
-    timeline = predict(config, session.plan, session.exchange, load_hardware(PROFILE))
+    """The step on paper: GEMMs, attention, what of both is recomputed, transfers, norms; no optimizer or launches."""
+    timeline = predict(config, session.plan, session.exchange, load_hardware(CALIBRATED))
     return {"predicted_s": timeline.makespan, "predicted_bubble": timeline.bubble_fraction}
 
 

@@ -7,6 +7,8 @@ Resumable: a case that has a row of the same commit's results file already is pa
 each case has its own time limit. Parts: `memory` (SlimPipe paper, Fig. 10), `exchange`,
 `slices` (Fig. 11), `vocabulary`.
 
+    python -m benchmarks.scale --table            # the results so far beside what the calibrated profile predicts
+
     python -m benchmarks.scale --part memory --host --reduced      # several processes on one GPU, a smaller model:
                                                                    # memory is exact there, time means nothing
 """
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import jobs, record
-from benchmarks.pipeline import PROFILE, config_of, measure
+from benchmarks.pipeline import CALIBRATED, PROFILE, config_of, measure
 from slimpipe.plan.flops import step_flops
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
@@ -126,12 +128,47 @@ def done(path: Path) -> set[str]:
     return {row["case"] for row in rows if not row.get("failed")}
 
 
+def tables(path: Path) -> str:
+    """The results as Markdown: the last row of each case, failures with their reason."""
+    rows = {row["case"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    lines = ["| case | rank: activations measured / by formula GiB | peak measured / predicted GiB |", "|---|---|---|"]
+    timed = [
+        "| case | step s | predicted s | MFU | idle by rank | mean | predicted | exposed s | overlap | moved GiB |"
+    ]
+    timed.append("|---|---|---|---|---|---|---|---|---|---|")
+    known = load_hardware(CALIBRATED)
+    for name, row in sorted(rows.items()):
+        if row.get("failed"):
+            lines.append(f"| {name} | {row['failed']} | |")
+            continue
+        ranks = row["by_rank"]
+        held = [
+            f"{rank}: {found['activation_gib']:.2f} / {found['expected_gib']:.2f}" for rank, found in enumerate(ranks)
+        ]
+        peaks = [
+            f"{found['peak_gib']:.1f} / {found['footprint_gib']:.1f}" for found in ranks if "footprint_gib" in found
+        ]
+        lines.append(f"| {name} | {', '.join(held)} | {', '.join(peaks) or row['peak_gib_by_rank']} |")
+        config = config_of(row)
+        planned = make_plan(config)
+        paper = predict(config, planned.plan, planned.exchange, known)
+        idle = " ".join(f"{share:.1%}" for share in row["bubble_by_rank"])
+        exposed, overlap, moved = (row.get(key) for key in ("exchange_exposed_s", "exchange_overlap", "sent_gib"))
+        loaned = "- | - | -" if exposed is None else f"{exposed:.2f} | {overlap:.1%} | {moved:.1f}"
+        timed.append(
+            f"| {name} | {row['step_s']:.3f} | {paper.makespan:.3f} | {row['mfu']:.1%} | {idle} | "
+            f"{row['bubble']:.1%} | {paper.bubble_fraction:.1%} | {loaned} |"
+        )
+    return "\n".join([*timed, "", *lines])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--predict", action="store_true", help="the simulator's numbers alone")
+    parser.add_argument("--table", action="store_true", help="the results so far as Markdown, on no GPU")
     parser.add_argument("--host", action="store_true", help="several processes share a GPU, by way of host memory")
     parser.add_argument("--reduced", action="store_true", help="a smaller model and half the tokens")
     parser.add_argument("--limit", type=int, default=120, help="seconds a case")
@@ -140,6 +177,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker is not None:
         jobs.work(options.worker, config_of, measure)
+        return
+    if options.table:
+        print(tables(options.results or RESULTS))
         return
     wanted = {name: case for part in options.part for name, case in cases(part).items()}
     if options.only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,22 @@ def pick_carrier(config: Config, local_rank: int) -> Carrier:
     there."""
     through_host = config.parallel.carrier == "host"
     device = pick_device(config.train.device, local_rank, shared=through_host)
-    if config.parallel.carrier == "nccl" and device.type == "cpu":
-        raise ValueError("parallel.carrier = nccl: moves the memory of GPUs, and this runs on a CPU; use auto")
-    return Carrier(device, through_host and device.type == "cuda", config.parallel.nccl_ctas)
+    named = config.parallel.carrier
+    if named in ("nccl", "symmetric") and device.type == "cpu":
+        raise ValueError(f"parallel.carrier = {named}: moves the memory of GPUs, and this runs on a CPU; use auto")
+    shares: Literal["never", "auto", "always"] = "never"
+    if device.type == "cuda" and named in ("auto", "symmetric"):
+        shares = "auto" if named == "auto" else "always"
+    return Carrier(device, through_host and device.type == "cuda", config.parallel.nccl_ctas, shares)
 
 
 def prepare_process(config: Config) -> None:
     """Sets what must be set before this process first uses a GPU."""
     # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32")  # nor a copy engine's work
+    # Memory is shared rank by rank: NVLink multicast is not even set up.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # Each link has a group of its own, so that torch's serialising of a group's transfers is what is wanted.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if torch.cuda.is_available():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Carrier:
     """`device`: where ranks compute. `through_host`: transfers go by way of host memory. `ctas`: most thread blocks
-    that a transfer of NCCL's may hold; None leaves it to NCCL."""
+    that a transfer of NCCL's may hold; None leaves it to NCCL. `symmetric`: whether ranks of one node send to each
+    other through memory that they share (slimpipe.runtime.symmetric); `auto`: those that can."""
 
     device: torch.device
     through_host: bool = False
     ctas: int | None = None
+    symmetric: Literal["never", "auto", "always"] = "never"
 
     @property
     def memory(self) -> torch.device:

@@ -99,3 +99,17 @@ def buffer_bytes(exchange: Exchange, sizes: LoanBytes) -> tuple[int, ...]:
             for rank, size in asked.items():
                 most[rank][slot.kind, batch] = max(size, most[rank].get((slot.kind, batch), 0))
     return tuple(sum(buffers.values()) for buffers in most)
+
+
+def pair_bytes(exchange: Exchange, sizes: LoanBytes) -> dict[tuple[int, int], int]:
+    """By (sender, receiver), the most that one layer of any slot sends from one to the other."""
+    most: dict[tuple[int, int], int] = {}
+    for slot, loans in exchange.by_slot.items():
+        sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for batch in batches(slot.kind, sizes.again):
+            for loan in loans:
+                pair = (loan.helper, loan.owner) if goes_back(batch) else (loan.owner, loan.helper)
+                sent[pair] += sizes.of(slot.kind, batch, loan.tokens)
+        for pair, size in sent.items():
+            most[pair] = max(size, most.get(pair, 0))
+    return most

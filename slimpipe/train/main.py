@@ -100,7 +100,7 @@ def _run(
         processes.rank,
         processes.world,
         processes.store,
-        lambda: session.clock.unfinished() if session is not None else None,
+        lambda: session.device_doing() if session is not None else None,
     )
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
@@ -111,6 +111,8 @@ def _run(
         session = Session(config, processes.carrier, progress, trace, planned=forecast.planned)
         if processes.rank == 0 and session.attention is not None:
             print(f"attention: {session.attention}", flush=True)
+        if processes.rank == 0 and session.carriers is not None:
+            print(f"carriers: {session.carriers}", flush=True)
         if not saving.start(session) and config.train.init_from is not None:
             peers = Peers.of_job("weights to start from", config.train.checkpoint_seconds)
             lines = start_from(config, session, peers, progress)

@@ -24,19 +24,23 @@ from slimpipe.parallel.gradients import (
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
 from slimpipe.plan.footprint import Footprint, Footprints
+from slimpipe.plan.hardware import loan_bytes
 from slimpipe.plan.memory import output_chunk, small_tensor_bytes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
 from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.engine import Batch, Engine
-from slimpipe.runtime.exchange import DistributedExchange, ExchangeTraffic
+from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.loans import Loans
+from slimpipe.runtime.routes import Routes, settle
 from slimpipe.runtime.stage import build_stages, parameter_names
-from slimpipe.runtime.transport import DistributedTransport, Transport
+from slimpipe.runtime.traffic import Traffic
+from slimpipe.runtime.transport import Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
+from slimpipe.schedule.exchange_report import pair_bytes
 from slimpipe.train.attention import choose_attention
 from slimpipe.train.batch import check_batch, to_device
 from slimpipe.train.checkpoint import Part, State
@@ -83,6 +87,10 @@ class Session:
         self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
+        self.routes: Routes | None = None
+        self._traffic: Traffic | None = None
+        if transport is None:
+            self._settle_routes()
         self.progress.now("choosing attention")
         backend, self.attention = choose_attention(config, self.carrier, self.group)
         self.progress.now("building the model")
@@ -361,20 +369,50 @@ class Session:
         layers = max(len(stage.layers) for stage in self.stages)
         return self.planned.peaks.units[self.rank] * layers * layer + 32 * SMALL
 
-    def _make_transport(self) -> DistributedTransport:
-        size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
-        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedTransport(
-            links(self.plan), self.rank, ranks, size, self.dtype, self.carrier, self.planned.send_window
-        )
+    def _settle_routes(self) -> None:
+        """Which carrier takes what between whom. Raises ValueError where `parallel.carrier` names one that cannot."""
+        self.progress.now("choosing carriers")
+        self.routes = settle(self.carrier, self.group, [*self._senders(), *self._lenders()])
+        self._traffic = Traffic(self.routes, self.rank, self._ranks(), self.carrier)
 
-    def _make_exchange_traffic(self) -> DistributedExchange:
-        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedExchange(ranks, self.carrier)
+    def _senders(self) -> list[tuple[int, int]]:
+        return [(link.src, link.dst) for link in links(self.plan)]
+
+    def _lenders(self) -> list[tuple[int, int]]:
+        return [] if self.exchange is None else [(loan.owner, loan.helper) for loan in self.exchange.loans]
+
+    @property
+    def carriers(self) -> str | None:
+        """What moves what between ranks, in words; None for a run of one rank, and in tests with a transport of their
+        own."""
+        if self.routes is None or self.group is None:
+            return None
+        return self.routes.describe(links(self.plan), self._lenders())
+
+    def device_doing(self) -> str | None:
+        """The first thing that the device has not finished, and whom it waits for, for the watchdog; None without."""
+        waits = None if self._traffic is None else self._traffic.waits()
+        return ", waiting ".join(filter(None, (self.clock.unfinished(), waits))) or None
+
+    def _ranks(self) -> list[int]:
+        """Global ranks of the pipeline's."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def _make_transport(self) -> Transport:
+        assert self._traffic is not None
+        size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
+        return self._traffic.transport(links(self.plan), size, self.dtype, self.planned.send_window)
+
+    def _make_exchange_traffic(self) -> ExchangeTraffic:
+        assert self._traffic is not None and self.exchange is not None
+        config = self.config
+        sizes = loan_bytes(
+            config.model, self.slice_tokens, config.train.micro_batch, self.dtype.itemsize, self.exchange.again
+        )
+        return self._traffic.exchange(pair_bytes(self.exchange, sizes))
 
     def _make_collectives(self) -> DistributedCollectives:
-        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return DistributedCollectives(ranks, self.rank, self.carrier)
+        return DistributedCollectives(self._ranks(), self.rank, self.carrier)
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""
@@ -398,7 +436,8 @@ class Session:
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            shared = 0 if self._traffic is None else self._traffic.shared_bytes
+            return torch.cuda.max_memory_allocated(self.device) + shared
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,85 @@
+"""Which ranks can share memory: those on one host whose GPUs reach each other's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank is. `host`: the machine, and what of it the process sees; `gpu`: its GPU's UUID; `reach`: UUIDs of
+    the GPUs whose memory its own GPU can read and write. `lacks`: why it can share no memory at all, or None."""
+
+    host: str
+    gpu: str
+    reach: frozenset[str]
+    lacks: str | None = None
+
+
+def site_of(device: torch.device) -> Site:
+    """This process's."""
+    host = "/".join((_read("/proc/sys/kernel/random/boot_id"), *(_namespace(kind) for kind in ("pid", "net", "mnt"))))
+    if device.type != "cuda":
+        return Site(host, str(device), frozenset(), "it computes on a CPU")
+    own = device.index if device.index is not None else torch.cuda.current_device()
+    gpus = {index: str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
+    reach = frozenset(
+        uuid for index, uuid in gpus.items() if index != own and torch.cuda.can_device_access_peer(own, index)
+    )
+    return Site(host, gpus[own], reach, _lacks())
+
+
+def _lacks() -> str | None:
+    from slimpipe.runtime.symmetric.cuda import Driver
+
+    try:
+        Driver()
+    except (OSError, AttributeError) as error:
+        return f"its CUDA driver has no stream memory operations ({error})"
+    return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _namespace(kind: str) -> str:
+    """Memory is handed over through a socket and a process number: both must mean the same to both ranks."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def apart(one: Site, other: Site) -> str | None:
+    """Why two ranks cannot share memory; None where they can."""
+    if one.lacks or other.lacks:
+        return one.lacks or other.lacks
+    if one.host != other.host:
+        return "they are on different hosts"
+    if one.gpu == other.gpu:
+        return "they share a GPU"
+    if other.gpu not in one.reach or one.gpu not in other.reach:
+        return "their GPUs have no access to each other's memory, or cannot see each other"
+    return None
+
+
+def neighbourhoods(sites: Sequence[Site]) -> tuple[tuple[int, ...], ...]:
+    """Ranks in groups, within which all can share memory with all; each joins the first that takes it."""
+    groups: list[list[int]] = []
+    for rank, site in enumerate(sites):
+        for group in groups:
+            if all(apart(site, sites[member]) is None for member in group):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return tuple(map(tuple, groups))

@@ -1,0 +1,137 @@
+"""Makes the pipeline's transport and exchange as its routes say: over shared memory, the process group, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.exchange import Batch, DistributedExchange, ExchangeTraffic
+from slimpipe.runtime.routes import Routes
+from slimpipe.runtime.symmetric.cuda import CudaArena, CudaDevice
+from slimpipe.runtime.symmetric.exchange import Pair, SymmetricExchange
+from slimpipe.runtime.symmetric.transport import SymmetricTransport
+from slimpipe.runtime.transport import DistributedTransport, Receive, Transport
+from slimpipe.schedule import Link
+
+
+class Traffic:
+    """Of one rank. `ranks[r]` is pipeline rank r's global rank. Its calls are collective over all processes of the
+    default group: everyone makes the same things in the same order."""
+
+    def __init__(self, routes: Routes, rank: int, ranks: Sequence[int], carrier: Carrier) -> None:
+        self._routes, self._rank, self._ranks, self._carrier = routes, rank, ranks, carrier
+        self._members = routes.group_of(rank)
+        self._waits: list[Callable[[], Iterator[str]]] = []
+        self._shared: dict[str, int] = {}
+        groups = {
+            group: dist.new_group([ranks[member] for member in group], group_desc="shared memory")
+            for group in routes.groups
+            if len(group) > 1
+        }
+        self._group = groups.get(self._members)
+        self._device = CudaDevice(carrier.device) if self._group is not None else None
+
+    def transport(self, links: Sequence[Link], shape: Sequence[int], dtype: torch.dtype, window: int) -> Transport:
+        """All links of the plan; tensors of one shape."""
+        far = [link for link in links if not self._routes.near(link.src, link.dst)]
+        near = [link for link in links if link not in far and link.src in self._members]
+        by_link: dict[Link, Transport] = {}
+        # Where no link is far, there is no communicator to set up either.
+        if far or not links:
+            group = DistributedTransport(far, self._rank, self._ranks, shape, dtype, self._carrier, window)
+            by_link |= dict.fromkeys(far, group)
+            if not near:
+                return group
+        if near:
+            assert self._device is not None
+            arena = partial(self._arena, "sends")
+            shared = SymmetricTransport(
+                near, self._rank, shape, dtype, self._carrier.device, self._device, arena, window
+            )
+            self._waits.append(shared.waits)
+            by_link |= dict.fromkeys(near, shared)
+            if not far:
+                return shared
+        return SplitTransport(by_link)
+
+    def exchange(self, need: Mapping[Pair, int]) -> ExchangeTraffic:
+        """`need`: bytes by (sender, receiver) that should find room in shared memory at once."""
+        members = self._members
+        shared: SymmetricExchange | None = None
+        if self._device is not None:
+            shared = SymmetricExchange(members, self._rank, self._device, partial(self._arena, "exchange"), need)
+            self._waits.append(shared.waits)
+            if len(members) == len(self._ranks):
+                return shared
+        group = DistributedExchange(self._ranks, self._carrier)
+        return group if shared is None else SplitExchange(shared, members, group)
+
+    def waits(self) -> str | None:
+        """What this rank's device waits for, and whom; None where it does not, or nobody can tell."""
+        return "; ".join(what for waits in self._waits for what in waits()) or None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that others read: torch's allocator knows nothing of it."""
+        return sum(self._shared.values())
+
+    def _arena(self, what: str, size: int) -> CudaArena:
+        assert self._group is not None
+        self._shared[what] = size
+        return CudaArena(self._group, self._members, size, self._carrier.device)
+
+
+class SplitTransport:
+    """A `Transport` made of others, by link."""
+
+    def __init__(self, by_link: Mapping[Link, Transport]) -> None:
+        self._by_link = by_link
+        self._parts = list({id(part): part for part in by_link.values()}.values())
+
+    def post_receive(self, link: Link) -> Receive:
+        return self._by_link[link].post_receive(link)
+
+    def send(self, link: Link, tensor: Tensor) -> None:
+        self._by_link[link].send(link, tensor)
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def allow(self, sends: int) -> None:
+        for part in self._parts:
+            part.allow(sends)
+
+
+class SplitExchange:
+    """`ExchangeTraffic` with ranks `near` by one, with the others by another.
+
+    What the other, which has an order over all ranks, is given, is every rank's batches in the plan's order still.
+    """
+
+    def __init__(self, shared: ExchangeTraffic, near: Sequence[int], others: ExchangeTraffic) -> None:
+        self._shared, self._near, self._others = shared, frozenset(near), others
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
+        parts = []
+        for traffic, near in ((self._others, False), (self._shared, True)):
+            mine = [[pair for pair in pairs if (pair[1] in self._near) is near] for pairs in (sends, receives)]
+            parts.append(traffic.post(*mine))
+        return _Batches(parts)
+
+
+class _Batches:
+    def __init__(self, parts: Sequence[Batch]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+    def follow(self) -> bool:
+        return all([part.follow() for part in self._parts])

@@ -1,0 +1,114 @@
+"""Who shares memory with whom, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slimpipe.parallel.mesh import pick_carrier
+from slimpipe.runtime import routes
+from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.routes import Routes, settle
+from slimpipe.runtime.symmetric.neighbours import Site, apart, neighbourhoods, site_of
+from slimpipe.schedule import Link
+from tests.numerics.harness import case, config_of
+
+LINKS = (Link("F", 0, 1), Link("F", 1, 2), Link("F", 2, 3), Link("B", 1, 0), Link("B", 2, 1), Link("B", 3, 2))
+
+
+def sites(*hosts: str, cut: tuple[tuple[int, int], ...] = ()) -> list[Site]:
+    """A GPU a rank; all GPUs of a host reach each other, but for the pairs in `cut`."""
+    found = []
+    for rank, host in enumerate(hosts):
+        reach = {f"gpu {other}" for other, its in enumerate(hosts) if its == host and other != rank}
+        reach -= {f"gpu {b if a == rank else a}" for a, b in cut if rank in (a, b)}
+        found.append(Site(host, f"gpu {rank}", frozenset(reach)))
+    return found
+
+
+def test_ranks_of_a_node_are_neighbours() -> None:
+    assert neighbourhoods(sites("a", "a", "a", "a")) == ((0, 1, 2, 3),)
+    assert neighbourhoods(sites("a", "a", "b", "b")) == ((0, 1), (2, 3))
+    assert neighbourhoods(sites("a", "b", "a", "b")) == ((0, 2), (1, 3))
+    assert neighbourhoods(sites("a", "b")) == ((0,), (1,))
+
+
+def test_within_a_neighbourhood_all_reach_all() -> None:
+    assert neighbourhoods(sites("a", "a", "a", "a", cut=((0, 2), (0, 3), (1, 2), (1, 3)))) == ((0, 1), (2, 3))
+    assert neighbourhoods(sites("a", "a", "a", cut=((0, 2),))) == ((0, 1), (2,))
+
+
+def test_the_reason_is_told() -> None:
+    one, other = sites("a", "a")
+    assert apart(one, other) is None
+    assert apart(one, replace(other, host="b")) == "they are on different hosts"
+    assert apart(one, replace(other, gpu="gpu 0")) == "they share a GPU"
+    # One direction is not enough.
+    assert "no access" in str(apart(one, replace(other, reach=frozenset())))
+    assert "no access" in str(apart(replace(one, reach=frozenset()), other))
+    assert apart(one, replace(other, lacks="no driver")) == "no driver"
+
+
+def test_a_cpu_shares_nothing() -> None:
+    site = site_of(torch.device("cpu"))
+    assert apart(site, site) == "it computes on a CPU"
+    assert site.host == site_of(torch.device("cpu")).host
+
+
+def test_the_line_names_links_only_where_they_differ() -> None:
+    pairs = [(0, 1), (1, 0), (3, 1)]
+    assert Routes(tuple(sites(*"aaaa")), True, "NCCL").describe(LINKS, pairs) == (
+        "sends symmetric memory, exchange symmetric memory, collectives NCCL"
+    )
+    assert Routes(tuple(sites(*"aaaa")), False, "NCCL").describe(LINKS, []) == "sends NCCL, collectives NCCL"
+    assert Routes(tuple(sites(*"aabb")), True, "NCCL").describe(LINKS, pairs) == (
+        "sends symmetric memory (F 0>1; F 2>3; B 1>0; B 3>2) and NCCL (F 1>2; B 2>1), "
+        "exchange symmetric memory (0-1) and NCCL (1-3), collectives NCCL"
+    )
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Site]:
+    """Four ranks; what they say of themselves is what the list holds when it is asked for."""
+    found: list[Site] = []
+
+    def gather(into: list[Site], mine: Site, group: object) -> None:
+        into[:] = found
+
+    monkeypatch.setattr(routes, "site_of", lambda device: found[0])
+    monkeypatch.setattr(routes.dist, "all_gather_object", gather)
+    monkeypatch.setattr(routes.dist, "get_world_size", lambda group: len(found))
+    return found
+
+
+def test_auto_takes_it_where_it_can_and_nccl_elsewhere(on_gpus: list[Site]) -> None:
+    on_gpus += sites(*"aabb")
+    among = [(link.src, link.dst) for link in LINKS]
+    group = object()
+    gpu = torch.device("cuda", 0)
+    auto = settle(Carrier(gpu, symmetric="auto"), group, among)  # type: ignore[arg-type]
+    assert [auto.near(src, dst) for src, dst in among] == [True, False, True, True, False, True]
+    never = settle(Carrier(gpu), group, among)  # type: ignore[arg-type]
+    assert not any(never.near(src, dst) for src, dst in among)
+
+
+def test_what_is_asked_for_and_cannot_be_is_refused(on_gpus: list[Site]) -> None:
+    on_gpus += sites(*"aabb")
+    always, group = Carrier(torch.device("cuda", 0), symmetric="always"), object()
+    # Pairs that never send to each other may be apart.
+    assert settle(always, group, [(0, 1), (2, 3)]).near(2, 3)  # type: ignore[arg-type]
+    message = r"parallel\.carrier = symmetric: ranks 1 and 2 cannot share memory: they are on different hosts; use auto"
+    with pytest.raises(ValueError, match=message):
+        settle(always, group, [(0, 1), (1, 2)])  # type: ignore[arg-type]
+    on_gpus[:] = sites("a", "a", "a", cut=((0, 2),))
+    assert settle(always, group, [(0, 1)]).near(0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ranks 1 and 2 .* reaches one of them and not the other"):
+        settle(always, group, [(1, 2)])  # type: ignore[arg-type]
+
+
+def test_symmetric_needs_gpus() -> None:
+    with pytest.raises(ValueError, match=r"parallel\.carrier = symmetric: .*runs on a CPU; use auto"):
+        pick_carrier(config_of(case(), parallel={"carrier": "symmetric"}), 0)
+    assert pick_carrier(config_of(case()), 0).symmetric == "never"

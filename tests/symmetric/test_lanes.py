@@ -1,4 +1,4 @@
-"""Lanes carry every tensor, whole and in order, however late streams are; without any one of their waits they do not."""
+"""Lanes carry every tensor, whole and in order, however late streams are; without one of their waits they do not."""
 
 from __future__ import annotations
 

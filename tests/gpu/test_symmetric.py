@@ -1,0 +1,292 @@
+"""Transfers out of memory that GPUs of a node share: values under delays by chance, gradients bitwise those over NCCL,
+and a peer that is gone is named.
+
+Needs two GPUs that reach each other's memory, and four for the longer half. Each process ends itself by a time limit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from slimpipe.config import Config
+from slimpipe.parallel.mesh import pick_carrier, prepare_process
+from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.routes import settle
+from slimpipe.runtime.symmetric.cuda import CudaArena, CudaDevice
+from slimpipe.runtime.symmetric.exchange import SymmetricExchange
+from slimpipe.runtime.traffic import Traffic
+from slimpipe.runtime.watchdog import Progress, Watchdog
+from slimpipe.schedule import Link
+from slimpipe.train.session import Session
+from tests.gpu.test_gradients import batch, settings
+
+pytestmark = pytest.mark.gpu
+LIMIT = 120
+"""Seconds a process may take."""
+SHAPE = (1, 1024, 1024)
+SLICES, WINDOW, AHEAD = 40, 2, 2
+
+
+def start(work: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
+    """Runs `work(rank, world, *arguments)` on `world` GPUs, or skips where there are fewer."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
+    store = tempfile.mktemp(dir=folder)
+    context = mp.start_processes(  # type: ignore[no-untyped-call]
+        _process, (world, store, work, arguments), nprocs=world, join=False, start_method="spawn"
+    )
+    end = time.monotonic() + LIMIT + 30
+    while not context.join(timeout=5):
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("processes outlast their own time limit")
+
+
+def _process(rank: int, world: int, store: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    prepare_process(settings(1, 1, 1))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=90)
+    )
+    # Nothing below may ask the driver for memory while a stream waits for a peer.
+    torch.empty(4 * 2**30, dtype=torch.uint8, device=device)
+    load_kernels()
+    work(rank, world, *arguments)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def traffic_of(rank: int, world: int) -> Traffic:
+    carrier = Carrier(torch.device("cuda", rank), symmetric="always")
+    pairs = [(one, other) for one in range(world) for other in range(one)]
+    return Traffic(settle(carrier, dist.group.WORLD, pairs), rank, list(range(world)), carrier)
+
+
+def value(index: int, place: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    """Different in every element and slice; whole numbers that bf16 holds."""
+    numbers = torch.arange(torch.Size(shape).numel(), device="cuda").view(shape)
+    return ((numbers * 7 + index * 31 + place * 101) % 256).bfloat16()
+
+
+def load_kernels() -> None:
+    """Those of the tests: loading one may wait for the device, and so for a stream that waits for a peer."""
+    tensor = value(0, 0)
+    wrong = torch.zeros((), device="cuda")
+    wrong += (tensor != value(0, 0)).sum()
+    tensor.fill_(-1)
+    tensor.view(torch.uint8).fill_(1)
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+
+
+def late(some: random.Random) -> None:
+    """The compute stream is late by up to 2 ms, half of the time."""
+    if some.random() < 0.5:
+        torch.cuda._sleep(int(some.random() * 3_600_000))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_memory_is_shared_and_counters_are_heard(world: int, tmp_path: Path) -> None:
+    """The parts alone: each rank reads each other's memory once its counter says so."""
+    start(rank_parts, world, tmp_path)
+
+
+def rank_parts(rank: int, world: int) -> None:
+    where = torch.device("cuda", rank)
+    device = CudaDevice(where)
+    arena = CudaArena(dist.group.WORLD, range(world), 2**20, where)  # type: ignore[arg-type]
+    counters = [arena.bytes(owner, 0, 4 * world).view(torch.int32) for owner in range(world)]
+    own = arena.bytes(rank, 4096, 4096)
+    side = device.side()
+    found = [torch.zeros(4096, dtype=torch.uint8, device=where) for _ in range(world)]
+    own.fill_(0)
+    for peer in range(world):
+        side.wait_until(counters[rank][peer : peer + 1], 1)
+        side.copy(found[peer], arena.bytes(peer, 4096, 4096))
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    own.fill_(rank + 1)
+    for peer in range(world):
+        device.current().set(counters[peer][rank : rank + 1], 1)
+    torch.cuda.synchronize()
+    assert [int(tensor.unique()) for tensor in found] == [peer + 1 for peer in range(world)]
+    # Waits are for so much or more, and wrap at 32 bits.
+    word = arena.bytes(rank, 8192, 4).view(torch.int32)
+    for written, awaited in ((2**32 - 1, 2**32 - 2), (3, 2**32 - 1), (3, 3)):
+        device.current().set(word, written)
+        device.current().wait_until(word, awaited)
+    torch.cuda.synchronize()
+    assert int(word) == 3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sends_arrive_under_delays(world: int, tmp_path: Path) -> None:
+    start(rank_sends, world, tmp_path)
+
+
+def rank_sends(rank: int, world: int) -> None:
+    """Every link of a ring both ways, more slices than the window, receives posted ahead of their use."""
+    links = [Link("F", src, (src + 1) % world) for src in range(world)]
+    links += [Link("B", link.dst, link.src) for link in links]
+    traffic = traffic_of(rank, world)
+    transport = traffic.transport(links, SHAPE, torch.bfloat16, WINDOW)
+    wrong = torch.zeros((), device="cuda")
+    some = random.Random(rank)
+    posted: dict[Link, list[Any]] = {link: [] for link in links}
+    for index in range(SLICES + AHEAD):
+        for place, link in enumerate(links):
+            if index < SLICES and link.dst == rank:
+                posted[link].append(transport.post_receive(link))
+            if index < SLICES and link.src == rank:
+                late(some)
+                tensor = value(index, place)
+                transport.send(link, tensor)
+                tensor.fill_(-1)
+        for place, link in enumerate(links):
+            if index >= AHEAD and link.dst == rank:
+                late(some)
+                wrong += (posted[link].pop(0).wait() != value(index - AHEAD, place)).sum()
+    transport.finish()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong elements"
+    assert traffic.waits() is None
+
+
+@pytest.mark.parametrize("least", [64 * 2**10, 64 * 2**20])
+@pytest.mark.parametrize("world", [2, 4])
+def test_batches_of_the_exchange_arrive_under_delays(world: int, least: int, tmp_path: Path) -> None:
+    """With 64 KiB most tensors are larger than their ring."""
+    start(rank_exchange, world, tmp_path, least)
+
+
+def rank_exchange(rank: int, world: int, least: int) -> None:
+    where, plan = torch.device("cuda", rank), random.Random(17)
+    device = CudaDevice(where)
+    exchange = SymmetricExchange(
+        range(world),
+        rank,
+        device,
+        lambda size: CudaArena(dist.group.WORLD, range(world), size, where),  # type: ignore[arg-type]
+        {},
+        least,
+    )
+    wrong = torch.zeros((), device="cuda")
+    buffers: dict[int, Tensor] = {place: torch.empty(2**21, dtype=torch.bfloat16, device=where) for place in range(32)}
+    some = random.Random(rank)
+    for index in range(12):
+        transfers = [(*plan.sample(range(world), 2), plan.randint(1, 2**20)) for _ in range(plan.randint(1, 6))]
+        sends, receives, expected = [], [], []
+        late(some)
+        for place, (src, dst, size) in enumerate(transfers):
+            if src == rank:
+                sends.append((value(index, place, (size,)), dst))
+            if dst == rank:
+                out = buffers[index % 2 * 16 + place][:size]
+                receives.append((out, src))
+                expected.append((out, place))
+        under_way = exchange.post(sends, receives)
+        for tensor, _ in sends:
+            tensor.fill_(-1)
+        late(some)
+        under_way.wait()
+        for out, place in expected:
+            wrong += (out != value(index, place, tuple(out.shape))).sum()
+    assert under_way.follow()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong elements"
+    assert list(exchange.waits()) == []
+
+
+CASES = [
+    (2, 2, 16, True, "off"),
+    (2, 1, 16, True, "balanced"),
+    (4, 1, 16, False, "off"),
+    (4, 1, 16, True, "balanced"),
+]
+
+
+@pytest.mark.parametrize(("p", "v", "n", "vocab", "exchange"), CASES)
+def test_gradients_are_bitwise_those_over_nccl(
+    p: int, v: int, n: int, vocab: bool, exchange: str, tmp_path: Path
+) -> None:
+    """Under `train.deterministic`; two steps, so that rings go on from one to the next."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for carrier in ("nccl", "symmetric"):
+        out = str(tmp_path / carrier)
+        start(rank_gradients, p, tmp_path, with_carrier(p, v, n, vocab, exchange, carrier), out)
+        found[carrier] = [torch.load(f"{out}.{rank}") for rank in range(p)]
+    print(f"\np={p} v={v} n={n}: {found['symmetric'][0]['carriers']}; {found['symmetric'][0]['loans']} loans")
+    assert "symmetric memory" in found["symmetric"][0]["carriers"]
+    assert "symmetric" not in found["nccl"][0]["carriers"]
+    assert (found["nccl"][0]["loans"] > 0) == (exchange != "off")
+    for theirs, ours in zip(found["nccl"], found["symmetric"], strict=True):
+        assert ours["losses"] == theirs["losses"]
+        for name, gradient in theirs["gradients"].items():
+            assert torch.equal(ours["gradients"][name], gradient), name
+
+
+def with_carrier(p: int, v: int, n: int, vocab: bool, exchange: str, carrier: str) -> Config:
+    values = settings(p, v, n, vocab, exchange=exchange, deterministic=True).model_dump()
+    values["parallel"]["carrier"] = carrier
+    return Config.from_dict(values)
+
+
+def rank_gradients(rank: int, world: int, config: Config, out: str) -> None:
+    prepare_process(config)
+    session = Session(config, pick_carrier(config, rank))
+    losses = [session.step_gradients(*batch()) for _ in range(2)]
+    found = {
+        "losses": losses,
+        "gradients": {name: gradient.cpu() for name, gradient in session.gradients().items()},
+        "carriers": session.carriers,
+        "loans": 0 if session.exchange is None else len(session.exchange.loans),
+    }
+    torch.save(found, f"{out}.{rank}")
+
+
+def test_a_peer_that_is_gone_is_named(tmp_path: Path) -> None:
+    """Rank 1 ends in mid-step; rank 0's device waits for it for ever, and its watchdog says for whom."""
+    said = tmp_path / "said"
+    with pytest.raises(mp.ProcessExitedException):
+        start(rank_bereaved, 2, tmp_path, str(said))
+    assert "rank 0: waiting for the device, unchanged for" in said.read_text()
+    assert "the device is at waiting for rank 1 to send on link F 1>0" in said.read_text()
+
+
+def rank_bereaved(rank: int, world: int, said: str) -> None:
+    traffic = traffic_of(rank, world)
+    links = [Link("F", 1, 0)]
+    transport = traffic.transport(links, SHAPE, torch.bfloat16, WINDOW)
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)  # as it were well: else the other process would be ended too
+    sys.stderr = open(said, "w", encoding="utf-8")  # noqa: SIM115
+    progress = Progress()
+
+    def device_doing() -> str | None:
+        waits = traffic.waits()
+        return None if waits is None else f"waiting {waits}"
+
+    Watchdog(progress, 3.0, rank, 1, None, device_doing)
+    transport.post_receive(links[0]).wait()
+    progress.now("waiting for the device")
+    torch.cuda.synchronize()

@@ -61,7 +61,7 @@ class SymmetricTransport:
 
     def _meet(self) -> None:
         """One transfer on each link: what does not work shows before the first step. Raises RuntimeError."""
-        # First all that is sent, for which no rank waits: what the device loads and allocates on the way may wait for it.
+        # First all that is sent, for which no rank waits: what is loaded and allocated on the way may wait for it.
         for link in self._outgoing:
             self.send(link, torch.full(self._shape, 1.0 + link.src, dtype=self._dtype, device=self._where))
         posted = {link: self.post_receive(link) for link in self._incoming}

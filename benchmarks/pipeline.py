@@ -208,7 +208,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         processes.rank,
         processes.world,
         processes.store,
-        lambda: session.clock.unfinished() if session is not None else None,
+        lambda: session.device_doing() if session is not None else None,
     )
     started = time.perf_counter()
     session = Session(config, processes.carrier, progress)
@@ -249,6 +249,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         **prediction(config, session),
         "waits": {kind: round(share, 4) for kind, share in later[-1].waits.items()},
         "attention_backend": session.engine.backend.name,
+        "carriers": session.carriers,
         "ce_chunk": session.ce_chunk,
         "loss_first": rows[0].loss,
         "grad_norm_first": rows[0].grad_norm,
@@ -333,8 +334,9 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
         "dkv_gib": dkv / GIB,
         "held_gib": held / GIB,
         "footprint_gib": session.footprint.total / GIB,
-        "footprint_error": peak / session.footprint.total - 1,
-        "peak_gib": peak / GIB,
+        "footprint_error": (peak + session.shared_bytes) / session.footprint.total - 1,
+        "peak_gib": (peak + session.shared_bytes) / GIB,
+        "shared_gib": session.shared_bytes / GIB,
     }
 
 
@@ -346,6 +348,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, by total time")
+    parser.add_argument("--carrier", choices=["auto", "nccl", "symmetric"], default="auto", help="parallel.carrier")
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -353,10 +356,12 @@ def main() -> None:
         jobs.work(options.worker, config_of, measure)
         return
     shared = {"ranks": options.ranks, "layers": options.layers, "steps": options.steps, "profile": options.profile}
+    shared["carrier"] = options.carrier
     cases = {name: CASES[name] | shared for name in options.only or CASES}
     rows = []
     for name, found in jobs.run("benchmarks.pipeline", list(cases.items()), options.ranks, options.limit):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
+        layout += "" if options.carrier == "auto" else f" --carrier {options.carrier}"
         command = f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}"
         rows.append({"case": name, **cases[name], **found, **record.circumstances(command)})
         record.append(options.results, rows[-1])

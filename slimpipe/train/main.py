@@ -143,7 +143,7 @@ def _steps(
             data.tokenizer.save(output)
     if config.train.eval_every is not None:
         _ = session.evaluation  # what it cannot plan or run shows before the first step
-    watching = Watching(config, forecast, lead)
+    watching = Watching(config, forecast, lead, session.carriers)
     profiling = Profiling(config, session.rank, session.progress)
     try:
         goes_on = True

@@ -41,6 +41,7 @@ class StepRecord:
     exchange: dict[str, Any] | None
     skipped: bool
     notes: tuple[str, ...]
+    carriers: str | None = None
 
     def row(self) -> dict[str, Any]:
         """As `metrics.jsonl` has it: no key for what there is nothing to say of."""

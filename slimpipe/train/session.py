@@ -389,6 +389,11 @@ class Session:
             return None
         return self.routes.describe(links(self.plan), self._lenders())
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that other ranks read, beside what torch's allocator counts."""
+        return 0 if self._traffic is None else self._traffic.shared_bytes
+
     def device_doing(self) -> str | None:
         """The first thing that the device has not finished, and whom it waits for, for the watchdog; None without."""
         waits = None if self._traffic is None else self._traffic.waits()
@@ -436,8 +441,7 @@ class Session:
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":
-            shared = 0 if self._traffic is None else self._traffic.shared_bytes
-            return torch.cuda.max_memory_allocated(self.device) + shared
+            return torch.cuda.max_memory_allocated(self.device) + self.shared_bytes
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

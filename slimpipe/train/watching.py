@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class Watching:
-    """Every rank makes one and calls `after` with each step's metrics; `lead` on one of them, which records."""
+    """Every rank makes one and calls `after` with each step's metrics; `lead` on one of them, which records.
 
-    def __init__(self, config: Config, forecast: Forecast, lead: bool) -> None:
-        self._config = config
+    `carriers`: what moves tensors between ranks, kept with the first step of the process."""
+
+    def __init__(self, config: Config, forecast: Forecast, lead: bool, carriers: str | None = None) -> None:
+        self._config, self._carriers = config, carriers
         self._skips = Skips(config.train.max_skips)
         self._metrics = open_metrics(config) if lead else None
         self._display = make_display(config, lead)
@@ -74,6 +76,7 @@ class Watching:
         if metrics.bad is not None:
             notes.append(f"skipped (train.on_nonfinite): {metrics.bad}")
         tflops = None if self._tera is None else self._tera / seconds
+        carriers, self._carriers = self._carriers, None
         return StepRecord(
             step=step,
             loss=metrics.loss,
@@ -91,4 +94,5 @@ class Watching:
             exchange=None if metrics.exchange is None else asdict(metrics.exchange),
             skipped=metrics.bad is not None,
             notes=tuple(notes),
+            carriers=carriers,
         )

@@ -36,19 +36,23 @@ from slimpipe.train.session import Session
 from tests.gpu.test_gradients import batch, settings
 
 pytestmark = pytest.mark.gpu
-LIMIT = 120
+LIMIT = 150
 """Seconds a process may take."""
 SHAPE = (1, 1024, 1024)
 SLICES, WINDOW, AHEAD = 40, 2, 2
 
 
-def start(work: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
-    """Runs `work(rank, world, *arguments)` on `world` GPUs, or skips where there are fewer."""
+def start(work: Callable[..., None], world: int, folder: Path, *arguments: Any, loading: str = "EAGER") -> None:
+    """Runs `work(rank, world, *arguments)` on `world` GPUs, or skips where there are fewer.
+
+    `loading`: of kernels. One that is loaded at its first use may wait for the device, and so for a stream that waits
+    for a peer; a `Session` warms up before that can be.
+    """
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
     store = tempfile.mktemp(dir=folder)
     context = mp.start_processes(  # type: ignore[no-untyped-call]
-        _process, (world, store, work, arguments), nprocs=world, join=False, start_method="spawn"
+        _process, (world, store, loading, work, arguments), nprocs=world, join=False, start_method="spawn"
     )
     end = time.monotonic() + LIMIT + 30
     while not context.join(timeout=5):
@@ -58,7 +62,10 @@ def start(work: Callable[..., None], world: int, folder: Path, *arguments: Any) 
             pytest.fail("processes outlast their own time limit")
 
 
-def _process(rank: int, world: int, store: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _process(
+    rank: int, world: int, store: str, loading: str, work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ["CUDA_MODULE_LOADING"] = loading
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     prepare_process(settings(1, 1, 1))
     device = torch.device("cuda", rank)
@@ -68,7 +75,6 @@ def _process(rank: int, world: int, store: str, work: Callable[..., None], argum
     )
     # Nothing below may ask the driver for memory while a stream waits for a peer.
     torch.empty(4 * 2**30, dtype=torch.uint8, device=device)
-    load_kernels()
     work(rank, world, *arguments)
     torch.cuda.synchronize()
     dist.barrier()
@@ -87,17 +93,6 @@ def value(index: int, place: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
     return ((numbers * 7 + index * 31 + place * 101) % 256).bfloat16()
 
 
-def load_kernels() -> None:
-    """Those of the tests: loading one may wait for the device, and so for a stream that waits for a peer."""
-    tensor = value(0, 0)
-    wrong = torch.zeros((), device="cuda")
-    wrong += (tensor != value(0, 0)).sum()
-    tensor.fill_(-1)
-    tensor.view(torch.uint8).fill_(1)
-    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-
-
 def late(some: random.Random) -> None:
     """The compute stream is late by up to 2 ms, half of the time."""
     if some.random() < 0.5:
@@ -105,12 +100,28 @@ def late(some: random.Random) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_memory_is_shared_and_counters_are_heard(world: int, tmp_path: Path) -> None:
-    """The parts alone: each rank reads each other's memory once its counter says so."""
-    start(rank_parts, world, tmp_path)
+def test_everything_arrives_under_delays(world: int, tmp_path: Path) -> None:
+    """The parts alone, then sends, then the exchange's batches: in one start, for that takes the longest."""
+    start(rank_transfers, world, tmp_path)
+
+
+def rank_transfers(rank: int, world: int) -> None:
+    for step, work in {
+        "memory and counters": lambda: rank_parts(rank, world),
+        "sends": lambda: rank_sends(rank, world),
+        "exchange, tensors larger than their ring": lambda: rank_exchange(rank, world, 64 * 2**10),
+        "exchange": lambda: rank_exchange(rank, world, 64 * 2**20),
+    }.items():
+        began = time.monotonic()
+        work()
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            print(f"{world} GPUs, {step}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 def rank_parts(rank: int, world: int) -> None:
+    """Each rank reads each other's memory once its counter says so."""
     where = torch.device("cuda", rank)
     device = CudaDevice(where)
     arena = CudaArena(dist.group.WORLD, range(world), 2**20, where)  # type: ignore[arg-type]
@@ -137,13 +148,8 @@ def rank_parts(rank: int, world: int) -> None:
     assert int(word) == 3
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sends_arrive_under_delays(world: int, tmp_path: Path) -> None:
-    start(rank_sends, world, tmp_path)
-
-
 def rank_sends(rank: int, world: int) -> None:
-    """Every link of a ring both ways, more slices than the window, receives posted ahead of their use."""
+    """Every link of a ring of ranks, both ways, more slices than the window, receives posted ahead of their use."""
     links = [Link("F", src, (src + 1) % world) for src in range(world)]
     links += [Link("B", link.dst, link.src) for link in links]
     traffic = traffic_of(rank, world)
@@ -170,14 +176,8 @@ def rank_sends(rank: int, world: int) -> None:
     assert traffic.waits() is None
 
 
-@pytest.mark.parametrize("least", [64 * 2**10, 64 * 2**20])
-@pytest.mark.parametrize("world", [2, 4])
-def test_batches_of_the_exchange_arrive_under_delays(world: int, least: int, tmp_path: Path) -> None:
-    """With 64 KiB most tensors are larger than their ring."""
-    start(rank_exchange, world, tmp_path, least)
-
-
 def rank_exchange(rank: int, world: int, least: int) -> None:
+    """Random batches; with 64 KiB most tensors are larger than their ring."""
     where, plan = torch.device("cuda", rank), random.Random(17)
     device = CudaDevice(where)
     exchange = SymmetricExchange(
@@ -228,19 +228,8 @@ def test_gradients_are_bitwise_those_over_nccl(
     p: int, v: int, n: int, vocab: bool, exchange: str, tmp_path: Path
 ) -> None:
     """Under `train.deterministic`; two steps, so that rings go on from one to the next."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for carrier in ("nccl", "symmetric"):
-        out = str(tmp_path / carrier)
-        start(rank_gradients, p, tmp_path, with_carrier(p, v, n, vocab, exchange, carrier), out)
-        found[carrier] = [torch.load(f"{out}.{rank}") for rank in range(p)]
-    print(f"\np={p} v={v} n={n}: {found['symmetric'][0]['carriers']}; {found['symmetric'][0]['loans']} loans")
-    assert "symmetric memory" in found["symmetric"][0]["carriers"]
-    assert "symmetric" not in found["nccl"][0]["carriers"]
-    assert (found["nccl"][0]["loans"] > 0) == (exchange != "off")
-    for theirs, ours in zip(found["nccl"], found["symmetric"], strict=True):
-        assert ours["losses"] == theirs["losses"]
-        for name, gradient in theirs["gradients"].items():
-            assert torch.equal(ours["gradients"][name], gradient), name
+    configs = [with_carrier(p, v, n, vocab, exchange, carrier) for carrier in ("nccl", "symmetric")]
+    start(rank_gradients, p, tmp_path, *configs, loading="LAZY")
 
 
 def with_carrier(p: int, v: int, n: int, vocab: bool, exchange: str, carrier: str) -> Config:
@@ -249,17 +238,24 @@ def with_carrier(p: int, v: int, n: int, vocab: bool, exchange: str, carrier: st
     return Config.from_dict(values)
 
 
-def rank_gradients(rank: int, world: int, config: Config, out: str) -> None:
+def rank_gradients(rank: int, world: int, over_nccl: Config, shared: Config) -> None:
+    theirs, ours = steps(rank, over_nccl), steps(rank, shared)
+    assert ours["losses"] == theirs["losses"]
+    for name, gradient in theirs["gradients"].items():
+        assert torch.equal(ours["gradients"][name], gradient), name
+
+
+def steps(rank: int, config: Config) -> dict[str, Any]:
     prepare_process(config)
     session = Session(config, pick_carrier(config, rank))
+    loans = 0 if session.exchange is None else len(session.exchange.loans)
+    assert session.carriers is not None
+    assert ("symmetric memory" in session.carriers) == (config.parallel.carrier == "symmetric")
+    assert (loans > 0) == (config.pipeline.exchange != "off")
     losses = [session.step_gradients(*batch()) for _ in range(2)]
-    found = {
-        "losses": losses,
-        "gradients": {name: gradient.cpu() for name, gradient in session.gradients().items()},
-        "carriers": session.carriers,
-        "loans": 0 if session.exchange is None else len(session.exchange.loans),
-    }
-    torch.save(found, f"{out}.{rank}")
+    if rank == 0:
+        print(f"{session.carriers}: {loans} loans, losses {losses}", flush=True)
+    return {"losses": losses, "gradients": {name: found.clone() for name, found in session.gradients().items()}}
 
 
 def test_a_peer_that_is_gone_is_named(tmp_path: Path) -> None:

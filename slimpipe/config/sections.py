@@ -133,9 +133,10 @@ class ParallelConfig(Section):
     )
     carrier: Literal["auto", "nccl", "symmetric", "host"] = Field(
         default="auto",
-        description="What moves tensors between ranks. `symmetric`: sends and the exchange by copy engine, through "
-        "memory that the GPUs of a node share; collectives by NCCL. `auto`: that between GPUs that can, NCCL between "
-        "others, gloo between CPUs. `host`: gloo, through host memory: slow, but several processes can share a GPU.",
+        description="What moves tensors between ranks. `auto`: NCCL between GPUs, gloo between CPUs. `symmetric`: "
+        "sends and the exchange by copy engine, through memory that the GPUs of a node share (new: docs/carriers.md "
+        "says what has been run); collectives by NCCL. `host`: gloo, through host memory: slow, but several processes "
+        "can share a GPU.",
     )
     nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
         default=None,

@@ -28,6 +28,7 @@ KNOBS: Final = {
     "output layer": "lower train.ce_chunk",
     "transfers": "raise pipeline.slices",
     "loan buffers": "set pipeline.exchange: off, or raise pipeline.slices",
+    "shared rings": "set parallel.carrier: nccl, or raise pipeline.slices",
     "waiting factors": "lower train.weight_grad_slices",
     "working set": "raise pipeline.slices",
 }
@@ -45,6 +46,11 @@ class Footprint:
         return sum(self.terms.values())
 
     @property
+    def own(self) -> int:
+        """What torch's allocator gives out: all but the memory that ranks share."""
+        return self.total - self.terms["shared rings"]
+
+    @property
     def remedy(self) -> str:
         """The largest term and its knob."""
         term = max(self.terms, key=lambda name: self.terms[name])
@@ -57,7 +63,8 @@ class Footprints:
 
     `placement[g]`: stage g's layers. `parameters[r]`: how many numbers rank r trains. `ce_chunk`: tokens a chunk of the
     output layer. `send_window`: sends that a link may have under way. `fused`: on a GPU chains of elementwise
-    operations are one kernel and make no temporaries in fp32.
+    operations are one kernel and make no temporaries in fp32. `near`: groups of ranks that send to each other through
+    memory that they share, `rings[r]` bytes of it on rank r; without any all is NCCL's.
     """
 
     config: Config
@@ -69,6 +76,8 @@ class Footprints:
     ce_chunk: int
     send_window: int
     fused: bool
+    near: Sequence[Sequence[int]] = ()
+    rings: Sequence[int] = ()
 
     @cached_property
     def ranks(self) -> tuple[Footprint, ...]:
@@ -96,6 +105,7 @@ class Footprints:
             "output layer": self._output_layer(rank),
             "transfers": self._transfers(rank),
             "loan buffers": loans,
+            "shared rings": self.rings[rank] if self.rings else 0,
             "waiting factors": self._waiting_factors(rank),
             "working set": self._working_set(rank),
         }
@@ -167,10 +177,12 @@ class Footprints:
         return found + peak_held(actions, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD) * self._hidden
 
     def _transfers(self, rank: int) -> int:
-        """Hidden-sized tensors: receives posted and not yet used, and sends that may be under way on each link."""
+        """Hidden-sized tensors: receives posted and not yet used, and sends that may be under way on each link, but for
+        those that lie in shared rings."""
         actions = self.plan.ranks[rank]
         received = peak_held(actions, Op.RECV_FORWARD, Op.FORWARD) + peak_held(actions, Op.RECV_BACKWARD, Op.BACKWARD)
-        links = {(action.op, action.peer) for action in actions if action.op.is_send}
+        near = next((group for group in self.near if rank in group), ())
+        links = {(action.op, action.peer) for action in actions if action.op.is_send and action.peer not in near}
         return (received + self.send_window * len(links)) * self._hidden
 
     def _waiting_factors(self, rank: int) -> int:

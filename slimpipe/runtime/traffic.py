@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.exchange import Batch, DistributedExchange, ExchangeTraffic
 from slimpipe.runtime.routes import Routes
+from slimpipe.runtime.symmetric.arena import lay_out
 from slimpipe.runtime.symmetric.cuda import CudaArena, CudaDevice
-from slimpipe.runtime.symmetric.exchange import Pair, SymmetricExchange
-from slimpipe.runtime.symmetric.transport import SymmetricTransport
+from slimpipe.runtime.symmetric.exchange import Pair, SymmetricExchange, exchange_lanes
+from slimpipe.runtime.symmetric.transport import SymmetricTransport, send_lanes
 from slimpipe.runtime.transport import DistributedTransport, Receive, Transport
 from slimpipe.schedule import Link
 
@@ -39,7 +40,7 @@ class Traffic:
     def transport(self, links: Sequence[Link], shape: Sequence[int], dtype: torch.dtype, window: int) -> Transport:
         """All links of the plan; tensors of one shape."""
         far = [link for link in links if not self._routes.near(link.src, link.dst)]
-        near = [link for link in links if link not in far and link.src in self._members]
+        near = _within(self._members, links)
         by_link: dict[Link, Transport] = {}
         # Where no link is far, there is no communicator to set up either.
         if far or not links:
@@ -84,6 +85,22 @@ class Traffic:
         assert self._group is not None
         self._shared[what] = size
         return CudaArena(self._group, self._members, size, self._carrier.device)
+
+
+def ring_bytes(
+    members: Collection[int], links: Sequence[Link], size: int, window: int, need: Mapping[Pair, int] | None
+) -> int:
+    """Shared memory of each of `members`, a group of `Routes`: for `window` sends of `size` bytes on each link and,
+    with `need`, for the exchange."""
+    if len(members) < 2:
+        return 0
+    near = _within(members, links)
+    sends = lay_out(send_lanes(near, size, window)).size if near else 0
+    return sends + (0 if need is None else lay_out(exchange_lanes(sorted(members), need)).size)
+
+
+def _within(members: Collection[int], links: Sequence[Link]) -> list[Link]:
+    return [link for link in links if link.src in members and link.dst in members]
 
 
 class SplitTransport:

@@ -16,6 +16,7 @@ from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk
 from slimpipe.schedule import Shape, Timeline, place_layers
 from slimpipe.train.planning import Planned, on_paper
+from slimpipe.train.rings import near_by_settings, rings_by_rank
 from slimpipe.train.session import DTYPES
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Forecast:
     @cached_property
     def memory(self) -> tuple[Footprint, ...]:
         """By rank."""
-        planned = self.planned
+        planned, near = self.planned, near_by_settings(self.config)
         return Footprints(
             self.config,
             planned.plan,
@@ -75,6 +76,8 @@ class Forecast:
             self.chunk,
             planned.send_window,
             fused=fuse.is_available(self.device),
+            near=near,
+            rings=rings_by_rank(self.config, planned, near),
         ).ranks
 
     @cached_property

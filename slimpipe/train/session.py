@@ -24,7 +24,6 @@ from slimpipe.parallel.gradients import (
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
 from slimpipe.plan.footprint import Footprint, Footprints
-from slimpipe.plan.hardware import loan_bytes
 from slimpipe.plan.memory import output_chunk, small_tensor_bytes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
@@ -40,13 +39,13 @@ from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_s
 from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
-from slimpipe.schedule.exchange_report import pair_bytes
 from slimpipe.train.attention import choose_attention
 from slimpipe.train.batch import check_batch, to_device
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
+from slimpipe.train.rings import exchange_need, rings_by_rank
 from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics
 
 if TYPE_CHECKING:
@@ -350,6 +349,7 @@ class Session:
     @property
     def footprint(self) -> Footprint:
         """This rank's memory as predicted, by term."""
+        near = () if self.routes is None else self.routes.groups
         return Footprints(
             self.config,
             self.plan,
@@ -360,7 +360,15 @@ class Session:
             self.ce_chunk,
             self.planned.send_window,
             fused=fuse.is_available(self.device),
+            near=near,
+            rings=rings_by_rank(self.config, self.planned, near),
         ).ranks[self.rank]
+
+    @property
+    def to_reserve(self) -> int:
+        """Bytes that torch's allocator should have for a step, shared memory not among them: a hundredth more than
+        predicted, for what the prediction may be short of and for pieces that do not fit where one was free."""
+        return int(1.01 * self.footprint.own)
 
     def _small_bytes(self) -> int:
         """What a step keeps in small tensors: statistics of the units in flight, and a few MiB of all sorts."""
@@ -410,11 +418,7 @@ class Session:
 
     def _make_exchange_traffic(self) -> ExchangeTraffic:
         assert self._traffic is not None and self.exchange is not None
-        config = self.config
-        sizes = loan_bytes(
-            config.model, self.slice_tokens, config.train.micro_batch, self.dtype.itemsize, self.exchange.again
-        )
-        return self._traffic.exchange(pair_bytes(self.exchange, sizes))
+        return self._traffic.exchange(exchange_need(self.config, self.exchange))
 
     def _make_collectives(self) -> DistributedCollectives:
         return DistributedCollectives(self._ranks(), self.rank, self.carrier)
@@ -434,8 +438,7 @@ class Session:
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
-            # A hundredth for what the prediction may be short of, and for pieces that do not fit where one was free.
-            reserve(int(1.01 * self.footprint.total), self._small_bytes(), self.device)
+            reserve(self.to_reserve, self._small_bytes(), self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 

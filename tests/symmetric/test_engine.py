@@ -18,7 +18,7 @@ from slimpipe.schedule import links
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, case, config_of, report, roughen
-from tests.numerics.test_in_order import in_threads
+from tests.numerics.in_order import in_threads
 from tests.support.cover import Case
 from tests.support.pool import Pool
 from tests.support.shared_memory import Node, ended

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from slimpipe.parallel.mesh import pick_carrier
+from slimpipe.parallel import mesh
+from slimpipe.parallel.mesh import pick_carrier, prepare_process
 from slimpipe.runtime import routes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.routes import Routes, settle
@@ -112,3 +114,20 @@ def test_symmetric_needs_gpus() -> None:
     with pytest.raises(ValueError, match=r"parallel\.carrier = symmetric: .*runs on a CPU; use auto"):
         pick_carrier(config_of(case(), parallel={"carrier": "symmetric"}), 0)
     assert pick_carrier(config_of(case()), 0).symmetric == "never"
+
+
+@pytest.mark.parametrize(("by_pair", "auto"), [(False, "never"), (True, "auto")])
+def test_auto_shares_memory_once_it_is_said_to(by_pair: bool, auto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as `AUTO_SHARES_MEMORY` says no, a run that names no carrier is set up as for NCCL."""
+    if by_pair:
+        monkeypatch.setattr(mesh, "AUTO_SHARES_MEMORY", True)
+    monkeypatch.setattr(mesh, "pick_device", lambda *_, **__: torch.device("cuda", 0))
+    variables = ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    for named, expected in {"auto": auto, "nccl": "never", "host": "never", "symmetric": "always"}.items():
+        for variable in variables:
+            monkeypatch.setenv(variable, "")  # so that it is put back
+            monkeypatch.delenv(variable)
+        config = config_of(case(), parallel={"carrier": named})
+        assert pick_carrier(config, 0).symmetric == expected
+        prepare_process(config)
+        assert [variable in os.environ for variable in variables] == [expected != "never"] * 2

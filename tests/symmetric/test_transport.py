@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.runtime.symmetric.transport import SymmetricTransport
+from slimpipe.runtime.traffic import ring_bytes
 from slimpipe.schedule import Link
 from tests.support.shared_memory import FakeArena, FakeDevice, Node, ended
 
@@ -73,6 +74,7 @@ def test_another_plan_may_have_more_under_way() -> None:
     devices, ends = transports(node, 1)
     before = ends[0]._arena
     assert isinstance(before, FakeArena)
+    assert before.memory[0].numel() == ring_bytes(node.ranks, [*LINKS, Link("F", 2, 3)], 4 * 2 * 3 * 32, 1, None)
     first = send_all(devices, ends, 4, 1)
     for device in devices:
         device.synchronize()

@@ -17,6 +17,9 @@ from slimpipe.config import Config
 from slimpipe.plan.footprint import KNOBS, Footprint
 from slimpipe.plan.memory import output_chunk
 from slimpipe.plan.peaks import peak_tflops
+from slimpipe.runtime.in_order_transport import InOrderWorld
+from slimpipe.runtime.routes import Routes
+from slimpipe.runtime.symmetric.neighbours import Site
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
@@ -37,7 +40,7 @@ def settings(row: dict[str, Any], ranks: int, layers: int) -> Config:
     return Config.from_dict(
         {
             "model": {**model, "vocab_size": 128256},
-            "parallel": {"pp": ranks},
+            "parallel": {"pp": ranks, "carrier": row.get("carrier", "auto")},
             "pipeline": {"slices": row["n"], "virtual_stages": row["v"], "vocab_parallel": row["vocab"], **exchange},
             "memory": {"recompute": row["recompute"]},
             "data": {"corpus": "unused", "sequence_length": row["length"]},
@@ -155,6 +158,39 @@ def test_loan_buffers_only_with_loans() -> None:
     assert {rank.terms["loan buffers"] for rank in off.memory} == {0}
     # One helped slot at least: keys and values of a granule, a query there and an output with its LSE back.
     assert max(rank.terms["loan buffers"] for rank in on.memory) > 4 * (2 * 4 * 16 + 8 * 32)
+
+
+def test_shared_rings_only_with_symmetric_memory() -> None:
+    """p 3, n 8, m 2, no exchange. What is sent lies in rings, two tensors a link, and rank 1 has two links; arenas are
+    of one size, with two counters of 64 bytes a link in front."""
+    plain, shared = (forecast(symmetric(pp=3, n=8, m=2, carrier=carrier)).memory for carrier in ("auto", "symmetric"))
+    hidden = 8 * 32 * 4
+    assert {rank.terms["shared rings"] for rank in plain} == {0}
+    assert {rank.terms["shared rings"] for rank in shared} == {4 * 2 * 64 + 2 * 2 * hidden}
+    sent = [without.terms["transfers"] - rings.terms["transfers"] for without, rings in zip(plain, shared, strict=True)]
+    assert sent == [2 * hidden, 4 * hidden, 2 * hidden]
+    assert all(rank.own == rank.total - rank.terms["shared rings"] for rank in shared)
+    # The exchange of small tensors: 4 MiB a pair, and two counters each.
+    lent = forecast(symmetric(pp=2, n=8, m=2, carrier="symmetric", exchange="balanced", granule=4)).memory
+    assert [rank.terms["shared rings"] for rank in lent] == [512 + 2 * hidden + 512 + 4 * 2**20] * 2
+
+
+def symmetric(carrier: str, **layout: Any) -> Config:
+    return config_of(case(**layout), parallel={"pp": layout["pp"], "carrier": carrier})
+
+
+def test_shared_memory_is_not_reserved_once_more() -> None:
+    """Two ranks that share memory, of which torch's allocator knows nothing."""
+    config = symmetric(pp=2, n=4, m=2, carrier="symmetric")
+    session = Session(config, transport=InOrderWorld(2).transport(0), rank=0)
+    apart = session.to_reserve
+    sites = [Site("host", name, frozenset({"one", "two"} - {name})) for name in ("one", "two")]
+    session.routes = Routes(tuple(sites), True, "NCCL")
+    rings = 512 + 2 * 16 * 32 * 4
+    assert session.footprint.terms["shared rings"] == rings
+    assert session.footprint == Forecast(config, session.planned, torch.device("cpu")).memory[0]
+    # What NCCL's sends would keep is not reserved either: it lies in the rings.
+    assert session.to_reserve == int(1.01 * (session.footprint.total - rings)) < apart
 
 
 @pytest.mark.parametrize("recompute", ["norms", "mlp", "all_but_attention", "full"])

@@ -21,6 +21,12 @@ Pair = tuple[int, int]
 """Sender, receiver."""
 
 
+def exchange_lanes(ranks: Sequence[int], need: Mapping[Pair, int], least: int = LEAST) -> dict[Pair, Lane]:
+    """`need`: bytes by ordered pair."""
+    pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
+    return {pair: Lane(*pair, capacity=padded(min(max(need.get(pair, 0), least), MOST))) for pair in pairs}
+
+
 class _Batch:
     def __init__(self, device: Device, arrivals: Sequence[Event], sent: Sequence[tuple[Outgoing, int]]) -> None:
         self._device, self._arrivals, self._sent = device, arrivals, sent
@@ -55,8 +61,7 @@ class SymmetricExchange:
         least: int = LEAST,
     ) -> None:
         self._device = device
-        pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
-        lanes = {pair: Lane(*pair, capacity=padded(min(max(need.get(pair, 0), least), MOST))) for pair in pairs}
+        lanes = exchange_lanes(ranks, need, least)
         layout = lay_out(lanes)
         self._arena = make_arena(layout.size)
         self._outgoing, self._incoming = open_lanes(lanes, layout, self._arena, rank)

@@ -17,6 +17,11 @@ MakeArena = Callable[[int], Arena]
 """Of so many bytes a rank. Collective over the ranks of a node."""
 
 
+def send_lanes(links: Iterable[Link], size: int, window: int) -> dict[Link, Lane]:
+    """Of tensors of `size` bytes."""
+    return {link: Lane(link.src, link.dst, window * padded(size)) for link in links}
+
+
 class _Posted:
     def __init__(self, device: Device, event: Event, buffer: Tensor) -> None:
         self._device, self._event, self._buffer = device, event, buffer
@@ -52,8 +57,7 @@ class SymmetricTransport:
         self._meet()
 
     def _open(self) -> None:
-        slot = padded(torch.Size(self._shape).numel() * self._dtype.itemsize)
-        lanes = {link: Lane(link.src, link.dst, self._window * slot) for link in self.links}
+        lanes = send_lanes(self.links, torch.Size(self._shape).numel() * self._dtype.itemsize, self._window)
         layout = lay_out(lanes)
         # Kept, for the lanes are views of it.
         self._arena = self._make_arena(layout.size)

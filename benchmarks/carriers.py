@@ -190,8 +190,9 @@ MINIMAL = {
     },
     "data": {"corpus": "python_stdlib", "sequence_length": 128},
     "train": {"steps": 1, "output": "unused", "global_batch": 1},
+    "parallel": {"carrier": "symmetric"},
 }
-"""`prepare_process` asks for settings; none of these matter."""
+"""`prepare_process` asks for settings; of these only the carrier matters."""
 
 
 if __name__ == "__main__":

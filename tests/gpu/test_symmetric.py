@@ -67,7 +67,7 @@ def _process(
 ) -> None:
     os.environ["CUDA_MODULE_LOADING"] = loading
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    prepare_process(settings(1, 1, 1))
+    prepare_process(with_carrier(1, 1, 1, False, "off", "symmetric"))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(

@@ -133,7 +133,7 @@ def test_every_rank_traces_its_actions_and_transfers_in_order(pipelined: Run) ->
         assert traced == [f"[rank {rank}] {shown(action)}" for action in plan.ranks[rank]] * STEPS
     # No line ran into another rank's.
     traced_line = r"\[rank [01]\] \S+(  (──▶|◀──) rank [01])?"
-    told = r"(slimpipe|layers by|vocabulary|tokens|memory by rank|  rank|     \d|schedule|checkpoint).*"
+    told = r"(slimpipe|layers by|carriers|vocabulary|tokens|memory by rank|  rank|     \d|schedule|checkpoint).*"
     known = re.compile(rf"{traced_line}|step \d/{STEPS}  loss .*|{told}")
     assert [line for line in lines if not known.fullmatch(line)] == []
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slimpipe.parallel.attempt import fresh_store
-from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.carrier import Carrier, most_thread_blocks
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -72,7 +72,16 @@ def pick_carrier(config: Config, local_rank: int) -> Carrier:
     if named in ("nccl", "symmetric") and device.type == "cpu":
         raise ValueError(f"parallel.carrier = {named}: moves the memory of GPUs, and this runs on a CPU; use auto")
     shares = _shares_memory(config) if device.type == "cuda" else "never"
-    return Carrier(device, through_host and device.type == "cuda", config.parallel.nccl_ctas, shares)
+    return Carrier(device, through_host and device.type == "cuda", _thread_blocks(config, device), shares)
+
+
+def _thread_blocks(config: Config, device: torch.device) -> int | None:
+    """Of `Carrier.ctas`."""
+    if config.parallel.nccl_ctas is not None or device.type != "cuda":
+        return config.parallel.nccl_ctas
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    shape, loans = config.shape, config.pipeline.exchange != "off"
+    return most_thread_blocks(processors, shape.p, shape.v, config.vocab_parallel, loans)
 
 
 def _shares_memory(config: Config) -> Literal["never", "auto", "always"]:

@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slimpipe.schedule.collectives import COMMUNICATORS
+
+_SHARE: Final = 0.75
+"""Of a GPU's multiprocessors: what NCCL's kernels may hold all together."""
+
+
+def most_thread_blocks(processors: int, p: int, v: int, passes: bool, loans: bool) -> int:
+    """Thread blocks that one transfer of NCCL's may hold, so that one of each of a rank's communicators can be on a GPU
+    of so many multiprocessors at once.
+
+    A kernel that waits for the other side keeps its multiprocessors, one a block. Were all of them kept, neither
+    compute nor the transfer that the others wait for could begin. A rank has a communicator for each directed link, one
+    for the exchange's `loans`, and the vocabulary `passes` have theirs.
+    """
+    links = 0 if p == 1 else 2 if p == 2 and v == 1 else 4
+    communicators = links + loans + passes * len(COMMUNICATORS)
+    return max(1, int(_SHARE * processors) // max(1, communicators))
 
 
 @dataclass(frozen=True)

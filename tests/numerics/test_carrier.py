@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slimpipe.parallel.mesh import pick_carrier
-from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.carrier import Carrier, most_thread_blocks
 from slimpipe.runtime.clock import covered
+from slimpipe.schedule import Shape, build, links, lower
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, S, batch_of, case, config_of, report, roughen, run_case
@@ -74,3 +76,35 @@ def test_a_carrier_that_is_not_there_is_refused() -> None:
     assert pick_carrier(config_of(case(), parallel={"carrier": "host"}), 0).memory.type == "cpu"
     with pytest.raises(ValueError, match=r"parallel\.carrier = nccl: .*runs on a CPU; use auto"):
         pick_carrier(config_of(case(), parallel={"carrier": "nccl"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "passes", "loans", "communicators"),
+    [
+        (1, 1, False, False, 1),
+        (2, 1, False, False, 2),
+        (2, 2, False, False, 4),  # the wrap: a link each way more
+        (8, 1, True, True, 7),
+    ],
+)
+def test_transfers_of_all_communicators_fit_on_a_gpu_together(
+    p: int, v: int, passes: bool, loans: bool, communicators: int
+) -> None:
+    """With a quarter of it left for compute, and for none fewer than that leaves."""
+    blocks = most_thread_blocks(132, p, v, passes, loans)
+    assert blocks * communicators <= 99 < (blocks + 1) * communicators
+    assert most_thread_blocks(4, p, v, passes, loans) >= 1
+    rank = {2: 0}.get(p, 1)
+    plan = build("slimpipe", Shape(p, v, n=8, m=2))
+    mine = {link for link in links(lower(plan)) if rank in (link.src, link.dst)} if p > 1 else set()
+    assert max(1, len(mine) + loans + 2 * passes) == communicators
+
+
+def test_a_named_number_of_thread_blocks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    train = {"steps": 1, "output": "unused", "global_batch": 2, "device": "cuda"}
+    shape = case(pp=2, n=4, m=2, exchange="balanced", vocab_parallel=True)
+    assert pick_carrier(config_of(shape, train=train), 1).ctas == 99 // 5
+    assert pick_carrier(config_of(shape, train=train, parallel={"pp": 2, "nccl_ctas": 3}), 1).ctas == 3

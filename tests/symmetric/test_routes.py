@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,7 @@ def test_auto_shares_memory_once_it_is_said_to(by_pair: bool, auto: str, monkeyp
     if by_pair:
         monkeypatch.setattr(mesh, "AUTO_SHARES_MEMORY", True)
     monkeypatch.setattr(mesh, "pick_device", lambda *_, **__: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     variables = ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
     for named, expected in {"auto": auto, "nccl": "never", "host": "never", "symmetric": "always"}.items():
         for variable in variables:

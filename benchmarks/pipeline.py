@@ -171,7 +171,12 @@ def config_of(case: dict[str, Any]) -> Config:
                 "rope_theta": 500000.0,
                 **case.get("model", {}),
             },
-            "parallel": {"pp": case["ranks"], "carrier": case.get("carrier", "auto"), "nccl_ctas": case.get("ctas")},
+            "parallel": {
+                "pp": case["ranks"],
+                "carrier": case.get("carrier", "auto"),
+                "collectives": case.get("collectives", "auto"),
+                "nccl_ctas": case.get("ctas"),
+            },
             "pipeline": {
                 "schedule": "slimpipe",
                 "slices": case["n"],
@@ -349,6 +354,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, by total time")
     parser.add_argument("--carrier", choices=["auto", "nccl", "symmetric"], default="auto", help="parallel.carrier")
+    parser.add_argument("--collectives", choices=["auto", "symmetric"], default="auto", help="parallel.collectives")
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -356,12 +362,13 @@ def main() -> None:
         jobs.work(options.worker, config_of, measure)
         return
     shared = {"ranks": options.ranks, "layers": options.layers, "steps": options.steps, "profile": options.profile}
-    shared["carrier"] = options.carrier
+    shared |= {"carrier": options.carrier, "collectives": options.collectives}
     cases = {name: CASES[name] | shared for name in options.only or CASES}
     rows = []
     for name, found in jobs.run("benchmarks.pipeline", list(cases.items()), options.ranks, options.limit):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
         layout += "" if options.carrier == "auto" else f" --carrier {options.carrier}"
+        layout += "" if options.collectives == "auto" else f" --collectives {options.collectives}"
         command = f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}"
         rows.append({"case": name, **cases[name], **found, **record.circumstances(command)})
         record.append(options.results, rows[-1])

@@ -110,6 +110,9 @@ class Config(BaseModel):
                 f"its passes need ranks in phase, which schedule {pipeline.schedule} does not keep; set it to false, "
                 "or pipeline.schedule to slimpipe",
             )
+        parallel = self.parallel
+        if parallel.collectives == "symmetric" and parallel.carrier != "symmetric":
+            yield parallel.problem("collectives", "needs parallel.carrier: symmetric; set that, or this to auto")
         data = self.data
         if train.eval_every is not None and not (data.eval_share or data.eval_corpus or data.eval_blend):
             yield train.problem(

@@ -138,6 +138,11 @@ class ParallelConfig(Section):
         "says what has been run); collectives by NCCL. `host`: gloo, through host memory: slow, but several processes "
         "can share a GPU.",
     )
+    collectives: Literal["auto", "symmetric"] = Field(
+        default="auto",
+        description="What moves the vocabulary passes' tensors. `auto`: NCCL, or gloo where that moves the others too. "
+        "`symmetric`: as the sends of `parallel.carrier: symmetric`, which it needs; not yet run on GPUs.",
+    )
     nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
         default=None,
         description="Most thread blocks, so at most as many of the GPU's processors, that one NCCL transfer between "

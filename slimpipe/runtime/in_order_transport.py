@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -196,7 +197,9 @@ def _carry_out(parts: list[_Collective]) -> None:
     tensors = [part.tensor for part in parts]
     for part in parts:
         if kind == "reduce":
-            part.result = torch.stack(tensors).sum(0) if part.rank == root else part.tensor
+            others = (tensor for rank, tensor in enumerate(tensors) if rank != root)
+            # The root's own, then the others by rank: an order that can be kept elsewhere.
+            part.result = reduce(torch.add, others, tensors[root]) if part.rank == root else part.tensor
         elif kind == "broadcast":
             part.result = tensors[root].clone()
         else:

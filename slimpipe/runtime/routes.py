@@ -36,13 +36,15 @@ class Routes:
         """Whether two ranks' transfers go through shared memory."""
         return other in self.group_of(one)
 
-    def describe(self, links: Sequence[Link], pairs: Iterable[tuple[int, int]]) -> str:
-        """A line. `pairs`: (owner, helper) of the exchange."""
+    def describe(self, links: Sequence[Link], pairs: Iterable[tuple[int, int]], vocabulary: bool = False) -> str:
+        """A line. `pairs`: (owner, helper) of the exchange. `vocabulary`: its passes' collectives share memory."""
         sends = self._told([(link.src, link.dst) for link in links], [str(link) for link in links])
         found = sorted({(min(pair), max(pair)) for pair in pairs})
         loans = self._told(found, [f"{one}-{other}" for one, other in found])
         parts = [f"sends {sends}" if links else "", f"exchange {loans}" if found else ""]
-        return ", ".join([*filter(None, parts), f"collectives {self.backend}"])
+        parts.append("vocabulary passes symmetric memory" if vocabulary else "")
+        rest = "other collectives" if vocabulary else "collectives"
+        return ", ".join([*filter(None, parts), f"{rest} {self.backend}"])
 
     def _told(self, pairs: Sequence[tuple[int, int]], names: Sequence[str]) -> str:
         near = [name for pair, name in zip(pairs, names, strict=True) if self.near(*pair)]

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.collectives import Collectives, DistributedCollectives
 from slimpipe.runtime.exchange import Batch, DistributedExchange, ExchangeTraffic
 from slimpipe.runtime.routes import Routes
 from slimpipe.runtime.symmetric.arena import lay_out
+from slimpipe.runtime.symmetric.collectives import Sizes, SymmetricCollectives, collective_lanes
 from slimpipe.runtime.symmetric.cuda import CudaArena, CudaDevice
 from slimpipe.runtime.symmetric.exchange import Pair, SymmetricExchange, exchange_lanes
 from slimpipe.runtime.symmetric.transport import SymmetricTransport, send_lanes
@@ -72,6 +74,17 @@ class Traffic:
         group = DistributedExchange(self._ranks, self._carrier)
         return group if shared is None else SplitExchange(shared, members, group)
 
+    def collectives(self, sizes: Sizes | None) -> Collectives:
+        """Of the vocabulary passes. `sizes`: None where the process group is to carry them."""
+        if sizes is None:
+            return DistributedCollectives(self._ranks, self._rank, self._carrier)
+        assert self._device is not None and len(self._members) == len(self._ranks)
+        shared = SymmetricCollectives(
+            len(self._ranks), self._rank, self._device, partial(self._arena, "vocabulary"), sizes, self._carrier.device
+        )
+        self._waits.append(shared.waits)
+        return shared
+
     def waits(self) -> str | None:
         """What this rank's device waits for, and whom; None where it does not, or nobody can tell."""
         return "; ".join(what for waits in self._waits for what in waits()) or None
@@ -88,15 +101,22 @@ class Traffic:
 
 
 def ring_bytes(
-    members: Collection[int], links: Sequence[Link], size: int, window: int, need: Mapping[Pair, int] | None
+    members: Collection[int],
+    links: Sequence[Link],
+    size: int,
+    window: int,
+    need: Mapping[Pair, int] | None,
+    vocabulary: Sizes | None = None,
 ) -> int:
-    """Shared memory of each of `members`, a group of `Routes`: for `window` sends of `size` bytes on each link and,
-    with `need`, for the exchange."""
+    """Shared memory of each of `members`, a group of `Routes`: for `window` sends of `size` bytes on each link, with
+    `need` for the exchange, with `vocabulary` for its collectives."""
     if len(members) < 2:
         return 0
     near = _within(members, links)
     sends = lay_out(send_lanes(near, size, window)).size if near else 0
-    return sends + (0 if need is None else lay_out(exchange_lanes(sorted(members), need)).size)
+    loans = 0 if need is None else lay_out(exchange_lanes(sorted(members), need)).size
+    passes = 0 if vocabulary is None else lay_out(collective_lanes(len(members), vocabulary)).size
+    return sends + loans + passes
 
 
 def _within(members: Collection[int], links: Sequence[Link]) -> list[Link]:

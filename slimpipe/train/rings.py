@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slimpipe.plan.hardware import loan_bytes
+from slimpipe.runtime.symmetric.collectives import Sizes
 from slimpipe.runtime.traffic import ring_bytes
 from slimpipe.schedule import Exchange, links
 from slimpipe.schedule.exchange_report import pair_bytes
@@ -27,20 +28,35 @@ def rings_by_rank(config: Config, planned: Planned, near: Sequence[Sequence[int]
     """Bytes. `near`: groups of ranks that share memory; a rank in none of them, or alone in one, shares nothing."""
     if all(len(group) < 2 for group in near):
         return (0,) * config.shape.p
-    tokens = config.data.sequence_length // config.shape.n * config.train.micro_batch
-    size = tokens * config.model.hidden_size * _element(config)
+    size = _tokens(config) * config.model.hidden_size * _element(config)
     need = None if planned.exchange is None else exchange_need(config, planned.exchange)
+    passes = pass_sizes(config)
     by_group = {
-        rank: ring_bytes(group, links(planned.plan), size, planned.send_window, need)
+        rank: ring_bytes(group, links(planned.plan), size, planned.send_window, need, passes)
         for group in near
         for rank in group
     }
     return tuple(by_group.get(rank, 0) for rank in range(config.shape.p))
 
 
+def pass_sizes(config: Config) -> Sizes | None:
+    """Of the vocabulary passes' tensors, where they go through shared memory."""
+    if not config.vocab_parallel or config.parallel.collectives != "symmetric":
+        return None
+    tokens = _tokens(config)
+    hidden = tokens * config.model.hidden_size
+    # Statistics are three fp32 numbers a token.
+    return Sizes(hidden=hidden * _element(config), wide=hidden * 4, statistics=tokens * 3 * 4)
+
+
 def near_by_settings(config: Config) -> tuple[tuple[int, ...], ...]:
     """The groups as far as settings tell. Under `symmetric` all ranks are one: links join each stage with the next."""
     return (tuple(range(config.shape.p)),) if config.parallel.carrier == "symmetric" else ()
+
+
+def _tokens(config: Config) -> int:
+    """Of one unit, over its sequences."""
+    return config.data.sequence_length // config.shape.n * config.train.micro_batch
 
 
 def _element(config: Config) -> int:

@@ -27,7 +27,7 @@ from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk, small_tensor_bytes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
-from slimpipe.runtime.collectives import Collectives, DistributedCollectives
+from slimpipe.runtime.collectives import Collectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.loans import Loans
@@ -45,7 +45,7 @@ from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
-from slimpipe.train.rings import exchange_need, rings_by_rank
+from slimpipe.train.rings import exchange_need, pass_sizes, rings_by_rank
 from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics
 
 if TYPE_CHECKING:
@@ -134,7 +134,10 @@ class Session:
         self.ce_chunk = output_chunk(config, free)
         vocabulary = None
         if shards is not None:
-            traffic = collectives if collectives is not None else self._make_collectives()
+            traffic = collectives
+            if traffic is None:
+                assert self._traffic is not None
+                traffic = self._traffic.collectives(pass_sizes(config))
             vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, self.ce_chunk)
         loans = None
         if self.exchange is not None:
@@ -395,7 +398,7 @@ class Session:
         own."""
         if self.routes is None or self.group is None:
             return None
-        return self.routes.describe(links(self.plan), self._lenders())
+        return self.routes.describe(links(self.plan), self._lenders(), pass_sizes(self.config) is not None)
 
     @property
     def shared_bytes(self) -> int:
@@ -419,9 +422,6 @@ class Session:
     def _make_exchange_traffic(self) -> ExchangeTraffic:
         assert self._traffic is not None and self.exchange is not None
         return self._traffic.exchange(exchange_need(self.config, self.exchange))
-
-    def _make_collectives(self) -> DistributedCollectives:
-        return DistributedCollectives(self._ranks(), self.rank, self.carrier)
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""

@@ -26,7 +26,9 @@ from torch import Tensor
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import pick_carrier, prepare_process
 from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.collectives import Pending
 from slimpipe.runtime.routes import settle
+from slimpipe.runtime.symmetric.collectives import Sizes
 from slimpipe.runtime.symmetric.cuda import CudaArena, CudaDevice
 from slimpipe.runtime.symmetric.exchange import SymmetricExchange
 from slimpipe.runtime.traffic import Traffic
@@ -111,6 +113,7 @@ def rank_transfers(rank: int, world: int) -> None:
         "sends": lambda: rank_sends(rank, world),
         "exchange, tensors larger than their ring": lambda: rank_exchange(rank, world, 64 * 2**10),
         "exchange": lambda: rank_exchange(rank, world, 64 * 2**20),
+        "collectives": lambda: rank_collectives(rank, world),
     }.items():
         began = time.monotonic()
         work()
@@ -215,34 +218,76 @@ def rank_exchange(rank: int, world: int, least: int) -> None:
     assert list(exchange.waits()) == []
 
 
+def rank_collectives(rank: int, world: int) -> None:
+    """Each kind in turn, more than a ring holds, used two operations later, under delays."""
+    hidden = torch.Size(SHAPE).numel()
+    sizes = Sizes(2 * hidden, 4 * hidden, statistics=12 * SHAPE[1])
+    collectives = traffic_of(rank, world).collectives(sizes)
+    first, last, some = 0, world - 1, random.Random(rank)
+    wrong = torch.zeros((), device="cuda")
+    posted: list[tuple[Pending, Tensor | None]] = []
+    for index in range(SLICES):
+        late(some)
+        # Whole numbers, whose sum is exact in any order; bf16 holds them up to 256.
+        mine, parts = value(index, rank), [value(index, other) for other in range(world)]
+        fifth = index % 5
+        if fifth == 0:
+            posted.append((collectives.broadcast("output", mine.clone(), last), parts[last]))
+        elif fifth == 1:
+            posted.append((collectives.broadcast("embedding", mine.clone(), first), parts[first]))
+        elif fifth == 2:
+            wide = [part.float() for part in parts]
+            posted.append((collectives.reduce("output", wide[rank].clone(), last), sum(wide) if rank == last else None))  # type: ignore[arg-type]
+        elif fifth == 3:
+            small = [part // (2 * world) for part in parts]
+            found = collectives.reduce("embedding", small[rank].clone(), first)
+            posted.append((found, sum(small) if rank == first else None))  # type: ignore[arg-type]
+        else:
+            rows = [part.flatten()[: 3 * SHAPE[1]].float().view(3, -1) for part in parts]
+            posted.append((collectives.gather("output", rows[rank]), torch.stack(rows)))
+        if len(posted) > 2 or index == SLICES - 1:
+            for pending, expected in posted[: 1 if index < SLICES - 1 else None]:
+                came = pending.wait()
+                wrong += 0 if expected is None else (came != expected).sum()
+                came.fill_(-1)
+            del posted[0]
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong elements"
+
+
 CASES = [
-    (2, 2, 16, True, "off"),
-    (2, 1, 16, True, "balanced"),
-    (4, 1, 16, False, "off"),
-    (4, 1, 16, True, "balanced"),
+    (2, 2, 16, True, "off", "auto"),
+    (2, 1, 16, True, "balanced", "symmetric"),
+    (4, 1, 16, False, "off", "auto"),
+    (4, 1, 16, True, "balanced", "auto"),
+    (4, 1, 16, True, "balanced", "symmetric"),
 ]
 
 
-@pytest.mark.parametrize(("p", "v", "n", "vocab", "exchange"), CASES)
+@pytest.mark.parametrize(("p", "v", "n", "vocab", "exchange", "collectives"), CASES)
 def test_gradients_are_bitwise_those_over_nccl(
-    p: int, v: int, n: int, vocab: bool, exchange: str, tmp_path: Path
+    p: int, v: int, n: int, vocab: bool, exchange: str, collectives: str, tmp_path: Path
 ) -> None:
-    """Under `train.deterministic`; two steps, so that rings go on from one to the next."""
-    configs = [with_carrier(p, v, n, vocab, exchange, carrier) for carrier in ("nccl", "symmetric")]
-    start(rank_gradients, p, tmp_path, *configs, loading="LAZY")
+    """Under `train.deterministic`; two steps, so that rings go on from one to the next. To rounding where more than two
+    parts are added up, in another order than NCCL's."""
+    over_nccl = with_carrier(p, v, n, vocab, exchange, "nccl")
+    shared = with_carrier(p, v, n, vocab, exchange, "symmetric", collectives)
+    start(rank_gradients, p, tmp_path, over_nccl, shared, p > 2 and collectives == "symmetric", loading="LAZY")
 
 
-def with_carrier(p: int, v: int, n: int, vocab: bool, exchange: str, carrier: str) -> Config:
+def with_carrier(p: int, v: int, n: int, vocab: bool, exchange: str, carrier: str, collectives: str = "auto") -> Config:
     values = settings(p, v, n, vocab, exchange=exchange, deterministic=True).model_dump()
-    values["parallel"]["carrier"] = carrier
+    values["parallel"] |= {"carrier": carrier, "collectives": collectives}
     return Config.from_dict(values)
 
 
-def rank_gradients(rank: int, world: int, over_nccl: Config, shared: Config) -> None:
+def rank_gradients(rank: int, world: int, over_nccl: Config, shared: Config, rounded: bool) -> None:
     theirs, ours = steps(rank, over_nccl), steps(rank, shared)
-    assert ours["losses"] == theirs["losses"]
+    assert rounded or ours["losses"] == theirs["losses"]
     for name, gradient in theirs["gradients"].items():
-        assert torch.equal(ours["gradients"][name], gradient), name
+        # bf16 behind the sum: another last bit there is a rounding of a bf16 activation.
+        bound = 1e-2 if rounded else 0.0
+        assert float((ours["gradients"][name] - gradient).norm()) <= bound * float(gradient.norm()), name
 
 
 def steps(rank: int, config: Config) -> dict[str, Any]:

@@ -99,6 +99,13 @@ class HostStream:
         self._pause()
         target[half:].copy_(source[half:])
 
+    @torch.no_grad()
+    def add(self, target: Tensor, source: Tensor) -> None:
+        half = target.shape[0] // 2
+        target[:half].add_(source[:half])
+        self._pause()
+        target[half:].add_(source[half:])
+
     def wait_until(self, counter: Tensor, value: int) -> None:
         self._node.wait(lambda: wrapped(int(counter) - value) >= 0)
 
@@ -140,6 +147,9 @@ class ThreadStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.call(lambda: self._does.copy(target, source))
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        self.call(lambda: self._does.add(target, source))
 
     def wait_until(self, counter: Tensor, value: int) -> None:
         self.call(lambda: self._does.wait_until(counter, value))

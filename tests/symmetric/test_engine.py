@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slimpipe.runtime.in_order_transport import InOrderWorld
+from slimpipe.runtime.symmetric.collectives import Sizes, SymmetricCollectives
 from slimpipe.runtime.symmetric.exchange import SymmetricExchange
 from slimpipe.runtime.symmetric.transport import SymmetricTransport
 from slimpipe.schedule import links
@@ -39,6 +40,9 @@ def over_lanes(rank: int, world: int, case: Case) -> list[RankReport]:
     devices = [node.device(hosted=True) for _ in node.ranks]
     shape = (config.train.micro_batch, config.data.sequence_length // config.shape.n, config.model.hidden_size)
 
+    hidden = 4 * torch.Size(shape).numel()
+    sizes = Sizes(hidden, hidden, statistics=12 * shape[0] * shape[1])
+
     def one_rank(rank: int) -> RankReport:
         make, cpu = node.make_arena(rank), torch.device("cpu")
         try:
@@ -47,7 +51,9 @@ def over_lanes(rank: int, world: int, case: Case) -> list[RankReport]:
                 transport=SymmetricTransport(
                     links(planned.plan), rank, shape, torch.float32, cpu, devices[rank], make, planned.send_window
                 ),
-                collectives=others.collectives(rank),
+                collectives=SymmetricCollectives(case.pp, rank, devices[rank], make, sizes, cpu)
+                if case.vocab_parallel
+                else others.collectives(rank),
                 # Smaller than some tensors: they go in parts, and rings are full.
                 exchange_traffic=SymmetricExchange(node.ranks, rank, devices[rank], make, {}, least=1024),
                 rank=rank,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slimpipe.config import ConfigError
 from slimpipe.parallel import mesh
 from slimpipe.parallel.mesh import pick_carrier, prepare_process
 from slimpipe.runtime import routes
@@ -66,6 +67,9 @@ def test_the_line_names_links_only_where_they_differ() -> None:
         "sends symmetric memory, exchange symmetric memory, collectives NCCL"
     )
     assert Routes(tuple(sites(*"aaaa")), False, "NCCL").describe(LINKS, []) == "sends NCCL, collectives NCCL"
+    assert Routes(tuple(sites(*"aaaa")), True, "NCCL").describe(LINKS, [], vocabulary=True) == (
+        "sends symmetric memory, vocabulary passes symmetric memory, other collectives NCCL"
+    )
     assert Routes(tuple(sites(*"aabb")), True, "NCCL").describe(LINKS, pairs) == (
         "sends symmetric memory (F 0>1; F 2>3; B 1>0; B 3>2) and NCCL (F 1>2; B 2>1), "
         "exchange symmetric memory (0-1) and NCCL (1-3), collectives NCCL"
@@ -115,6 +119,13 @@ def test_symmetric_needs_gpus() -> None:
     with pytest.raises(ValueError, match=r"parallel\.carrier = symmetric: .*runs on a CPU; use auto"):
         pick_carrier(config_of(case(), parallel={"carrier": "symmetric"}), 0)
     assert pick_carrier(config_of(case()), 0).symmetric == "never"
+
+
+def test_collectives_share_memory_only_where_sends_do() -> None:
+    message = r"parallel\.collectives = symmetric: needs parallel\.carrier: symmetric; set that, or this to auto"
+    with pytest.raises(ConfigError, match=message):
+        config_of(case(pp=2), parallel={"pp": 2, "collectives": "symmetric"})
+    config_of(case(pp=2), parallel={"pp": 2, "carrier": "symmetric", "collectives": "symmetric"})
 
 
 @pytest.mark.parametrize(("by_pair", "auto"), [(False, "never"), (True, "auto")])

@@ -175,8 +175,23 @@ def test_shared_rings_only_with_symmetric_memory() -> None:
     assert [rank.terms["shared rings"] for rank in lent] == [512 + 2 * hidden + 512 + 4 * 2**20] * 2
 
 
-def symmetric(carrier: str, **layout: Any) -> Config:
-    return config_of(case(**layout), parallel={"pp": layout["pp"], "carrier": carrier})
+def test_rings_of_the_vocabulary_passes() -> None:
+    """p 2, 8 tokens a slice, fp32. Rank 1 broadcasts its output and gives a part of the embeddings, rank 0 the other
+    way round; statistics are three numbers a token, padded to 512 bytes; all of it twice. Counters: two of each of six
+    lanes. A root has room for one part."""
+    layout: dict[str, Any] = {"pp": 2, "n": 8, "m": 2, "carrier": "symmetric", "vocab_parallel": True}
+    without, shared = (forecast(symmetric(**layout, collectives=one)).memory for one in ("auto", "symmetric"))
+    hidden = 8 * 32 * 4
+    for before, after in zip(without, shared, strict=True):
+        more = {term: after.terms[term] - before.terms[term] for term in KNOBS}
+        assert {term: size for term, size in more.items() if size} == {
+            "shared rings": 6 * 2 * 64 + 256 + 2 * (hidden + hidden + 512),
+            "transfers": hidden,
+        }
+
+
+def symmetric(carrier: str, collectives: str = "auto", **layout: Any) -> Config:
+    return config_of(case(**layout), parallel={"pp": layout["pp"], "carrier": carrier, "collectives": collectives})
 
 
 def test_shared_memory_is_not_reserved_once_more() -> None:

@@ -15,7 +15,6 @@ from slimpipe.runtime.symmetric.ring import padded
 
 COUNTER_BYTES: Final = 64
 """Apart, so that two are never in one line."""
-_COUNTERS: Final = 2  # of a lane
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -30,17 +29,21 @@ class Arena(Protocol):
 
 @dataclass(frozen=True)
 class Lane:
-    """From pipeline rank `src` to `dst`, through a ring of `capacity` bytes."""
+    """From pipeline rank `src` to each of `dsts`, through a ring of `capacity` bytes."""
 
     src: int
-    dst: int
+    dsts: tuple[int, ...]
     capacity: int
+
+    @property
+    def counters(self) -> int:
+        return 1 + len(self.dsts)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where lanes lie: each has two counters in front, of which `dst` uses the first and `src` the second; then come
-    the rings, each in its sender's memory."""
+    """Where lanes lie: each has counters in front, of which the first is `ready`, in each receiver's memory, and the
+    others are `taken`, one a receiver, in the sender's; then come the rings, each in its sender's memory."""
 
     counters: Mapping[Hashable, int]
     rings: Mapping[Hashable, int]
@@ -51,10 +54,12 @@ def lay_out(lanes: Mapping[Key, Lane]) -> Layout:
     """The same on every rank, from the same lanes in the same order."""
     counters: dict[Hashable, int] = {}
     rings: dict[Hashable, int] = {}
-    head = padded(len(lanes) * _COUNTERS * COUNTER_BYTES)
+    head = padded(sum(lane.counters for lane in lanes.values()) * COUNTER_BYTES)
     ends: defaultdict[int, int] = defaultdict(lambda: head)
-    for place, (key, lane) in enumerate(lanes.items()):
-        counters[key] = place * _COUNTERS * COUNTER_BYTES
+    counted = 0
+    for key, lane in lanes.items():
+        counters[key] = counted * COUNTER_BYTES
+        counted += lane.counters
         rings[key] = ends[lane.src]
         ends[lane.src] += lane.capacity
     return Layout(counters, rings, max(ends.values(), default=head))
@@ -67,16 +72,18 @@ def open_lanes(
     outgoing: dict[Key, Outgoing] = {}
     incoming: dict[Key, Incoming] = {}
     for key, lane in lanes.items():
-        if rank not in (lane.src, lane.dst):
+        if rank != lane.src and rank not in lane.dsts:
             continue
         first = layout.counters[key]
         ring = arena.bytes(lane.src, layout.rings[key], lane.capacity)
-        ready = counter(arena, lane.dst, first)
-        taken = counter(arena, lane.src, first + COUNTER_BYTES)
+        ready = {dst: counter(arena, dst, first) for dst in lane.dsts}
+        taken = {
+            dst: counter(arena, lane.src, first + place * COUNTER_BYTES) for place, dst in enumerate(lane.dsts, start=1)
+        }
         if rank == lane.src:
-            outgoing[key] = Outgoing(ring, ready, taken)
+            outgoing[key] = Outgoing(ring, tuple(ready.values()), tuple(taken.values()))
         else:
-            incoming[key] = Incoming(ring, ready, taken)
+            incoming[key] = Incoming(ring, ready[rank], taken[rank])
     return outgoing, incoming
 
 

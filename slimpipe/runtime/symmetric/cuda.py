@@ -61,6 +61,11 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
+    @torch.no_grad()
+    def add(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.add_(source)
+
     def wait_until(self, counter: Tensor, value: int) -> None:
         self._driver.wait(self._stream.cuda_stream, counter.data_ptr(), value)
 

@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 def exchange_lanes(ranks: Sequence[int], need: Mapping[Pair, int], least: int = LEAST) -> dict[Pair, Lane]:
     """`need`: bytes by ordered pair."""
     pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
-    return {pair: Lane(*pair, capacity=padded(min(max(need.get(pair, 0), least), MOST))) for pair in pairs}
+    return {(src, dst): Lane(src, (dst,), padded(min(max(need.get((src, dst), 0), least), MOST))) for src, dst in pairs}
 
 
 class _Batch:

@@ -1,9 +1,9 @@
-"""The two ends of a lane: one rank's tensors to another, in order, through a ring in the sender's memory."""
+"""The ends of a lane: one rank's tensors to another, or to several, in order, through a ring in the sender's memory."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +23,10 @@ class Stream(Protocol):
     """Work that a device does in order. Calls return at once."""
 
     def copy(self, target: Tensor, source: Tensor) -> None: ...
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """`source` to `target`, in place."""
+        ...
 
     def wait_until(self, counter: Tensor, value: int) -> None:
         """Nothing behind this begins before `counter` [1] int32 has come to `value`; both wrap at 32 bits."""
@@ -56,29 +60,32 @@ class Device(Protocol):
 
 
 class Outgoing:
-    """The sender's end. `ring` [capacity] uint8 and `taken` are its own memory, `ready` is the receiver's."""
+    """The sender's end. `ring` [capacity] uint8 and each receiver's `taken` are its own memory, `ready` is theirs."""
 
-    def __init__(self, ring: Tensor, ready: Tensor, taken: Tensor, first: int = 0) -> None:
-        self._bytes, self._ready, self._taken = ring, ready, taken
+    def __init__(self, ring: Tensor, ready: Sequence[Tensor], taken: Sequence[Tensor], first: int = 0) -> None:
+        self._bytes, self._ready, self._taken = ring, tuple(ready), tuple(taken)
         self._ring = Ring(ring.numel(), first)
         self._waits = Waits()
 
     def put(self, stream: Stream, tensor: Tensor) -> int:
-        """Copies `tensor` into the ring, once there is room, and says so to the receiver. Once `stream` is past this,
+        """Copies `tensor` into the ring, once there is room, and says so to all receivers. Once `stream` is past this,
         the tensor's memory is free. The number under which `follow` finds it."""
         number = 0
         for piece, part in pieces(self._ring, tensor):
             begin = stream.record()
-            stream.wait_until(self._taken, piece.after)
+            for taken in self._taken:
+                stream.wait_until(taken, piece.after)
             self._waits.add(begin, stream.record())
             stream.copy(view(self._bytes, piece, part), part)
-            stream.set(self._ready, piece.number)
+            for ready in self._ready:
+                stream.set(ready, piece.number)
             number = piece.number
         return number
 
     def follow(self, stream: Stream, number: int) -> None:
-        """Makes `stream` wait until the receiver has taken what was put under `number`."""
-        stream.wait_until(self._taken, number)
+        """Makes `stream` wait until all receivers have taken what was put under `number`."""
+        for taken in self._taken:
+            stream.wait_until(taken, number)
 
     def waits(self) -> bool:
         """Whether the device stands before a full ring."""
@@ -86,7 +93,7 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's end. `ring` and `taken` are the sender's memory, `ready` is its own."""
+    """A receiver's end. `ring` and `taken` are the sender's memory, `ready` is its own."""
 
     def __init__(self, ring: Tensor, ready: Tensor, taken: Tensor, first: int = 0) -> None:
         self._bytes, self._ready, self._taken = ring, ready, taken

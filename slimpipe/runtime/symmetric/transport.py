@@ -19,7 +19,7 @@ MakeArena = Callable[[int], Arena]
 
 def send_lanes(links: Iterable[Link], size: int, window: int) -> dict[Link, Lane]:
     """Of tensors of `size` bytes."""
-    return {link: Lane(link.src, link.dst, window * padded(size)) for link in links}
+    return {link: Lane(link.src, (link.dst,), window * padded(size)) for link in links}
 
 
 class _Posted:

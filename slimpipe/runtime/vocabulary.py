@@ -200,8 +200,11 @@ class VocabularyPasses:
             logits, statistics = self._shard_statistics(hidden, labels)
         self._open[action.unit] = _Slice(hidden, logits, self._collectives.gather("output", statistics))
 
+    @torch.no_grad()
     def _shard_statistics(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [t, H], labels [t] -> this shard's logits [t, c] and statistics [3, t]."""
+        """hidden [t, H], labels [t] -> this shard's logits [t, c] and statistics [3, t].
+
+        Without gradients in training too: an evaluation's would be other code to the compiler, compiled in mid-pass."""
         shard = self.shards.output
         logits = hidden.new_empty(hidden.shape[0], shard.weight.shape[0])
         parts = []

@@ -204,7 +204,8 @@ def reserve(total: int, small: int, device: torch.device) -> int:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     missing = max(0, min(total - torch.cuda.memory_allocated(device), int(free * 0.95)))
-    few = min(small, missing) // SMALL + 1
-    held = [torch.empty(SMALL, dtype=torch.uint8, device=device) for _ in range(few)]
-    held.append(torch.empty(max(0, missing - few * SMALL), dtype=torch.uint8, device=device))
+    few = min(small, missing) // SMALL
+    sizes = [*[SMALL] * few, missing - few * SMALL]
+    # Held all at once, so that each is memory of its own.
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     return sum(tensor.nbytes for tensor in held)

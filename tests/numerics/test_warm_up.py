@@ -7,6 +7,7 @@ What the first step compiles or plans is loaded behind posted receives, which ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,11 +16,13 @@ import torch
 
 from slimpipe.kernels import fuse, merge
 from slimpipe.kernels.attention import PlainAttention
+from slimpipe.runtime.warm_up import SMALL, reserve
 from slimpipe.train.session import Session
 from tests.numerics.harness import batch_of, case, config_of
 from tests.support.cover import Case
 from tests.support.pool import Pool
 
+MIB = SMALL
 _COMMON: dict[str, Any] = {"vocab_parallel": True, "granule": 2}
 CASES = [
     case(pp=3, n=8, m=2, exchange="balanced", recompute="norms", **_COMMON),
@@ -37,14 +40,14 @@ class Met(NamedTuple):
 
 
 def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
-    """In the warm-up, and in the two steps after it."""
-    names: list[str] = []
-    blocks: list[tuple[Any, ...]] = []
+    """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them."""
+    warm, later = Met([], []), Met([], [])
+    now = warm
     made: dict[int, Callable[..., Any]] = {}
 
     def compiled(function: fuse.Fused[..., Any]) -> Callable[..., Any]:
         def note(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-            names.append(function.plain.__name__)
+            now.compiled.append(function.plain.__name__)
             return graph.forward
 
         if id(function) not in made:
@@ -58,7 +61,7 @@ def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
             q, k, v = arguments[-5:-2] if which == "backward" else arguments
             # On a GPU autograd's thread runs the backwards, and cuDNN's graphs are each thread's own.
             thread = "autograd's" if torch._C._current_autograd_node() is not None else "main"
-            blocks.append((thread, which, *((x.shape, x.stride()) for x in (q, k, v)), causal))
+            now.attention.append((thread, which, *((x.shape, x.stride()) for x in (q, k, v)), causal))
             return plain(self, *arguments, causal=causal)
 
         return run
@@ -72,18 +75,55 @@ def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
         mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
     ):
         session = Session(config_of(case))
-        warm = len(names), len(blocks)
         tokens, labels = batch_of(case)
+        now = later
         for _ in range(2):
             session.train_step(tokens, labels)
+        now = warm
+        evaluation = session.evaluation
+        now = later
+        evaluation.token_losses(tokens, labels)
     torch._dynamo.reset()
-    return Met(names[: warm[0]], blocks[: warm[1]]), Met(names[warm[0] :], blocks[warm[1] :])
+    return warm, later
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_step_meets_what_the_warm_up_has_not(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_no_step_and_no_evaluation_meets_what_the_warm_up_has_not(case: Case, pool: Callable[[int], Pool]) -> None:
     for rank, (warm, later) in enumerate(pool(case.pp).run(met_in_turn, case)):
         assert "_merge_into" in warm.compiled
         assert later.compiled == [], f"rank {rank}"
         assert {block[0] for block in later.attention} == {"main", "autograd's"}
         assert set(later.attention) <= set(warm.attention), f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("total", "small", "allocated", "free", "taken"),
+    [
+        (100 * MIB, 8 * MIB, 40 * MIB, 400 * MIB, 60 * MIB),
+        (30 * MIB, 8 * MIB, 40 * MIB, 400 * MIB, 0),  # predicted below what is there already
+        (30 * MIB, 8 * MIB, 40 * MIB, 0, 0),  # and nothing is left, not even a MiB
+        (900 * MIB, 8 * MIB, 40 * MIB, 400 * MIB, 380 * MIB),  # predicted above the device
+        (100 * MIB, 80 * MIB, 40 * MIB, 400 * MIB, 60 * MIB),  # nearly all of it small
+    ],
+)
+def test_no_more_is_reserved_than_is_missing_and_free(
+    total: int, small: int, allocated: int, free: int, taken: int
+) -> None:
+    asked: list[int] = []
+
+    def empty(size: int, **_: Any) -> SimpleNamespace:
+        asked.append(size)
+        return SimpleNamespace(nbytes=size)
+
+    with (
+        mock.patch.object(torch, "empty", empty),
+        mock.patch.multiple(
+            torch.cuda,
+            empty_cache=lambda: None,
+            mem_get_info=lambda device: (free, 2**40),
+            memory_allocated=lambda device: allocated,
+        ),
+    ):
+        assert reserve(total, small, torch.device("cuda", 0)) == sum(asked) == taken
+    # The allocator keeps tensors of up to a MiB in segments of their own.
+    assert sum(size for size in asked if size <= MIB) == min(small, taken)

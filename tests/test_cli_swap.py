@@ -35,6 +35,12 @@ def test_auto_keeps_within_the_budget_and_hides_it() -> None:
     assert not none["swap_fits"]
 
 
+def test_copies_that_cost_nothing_take_no_time() -> None:
+    found = report(f"{SHAPE} --swap 1 --copy-cost 0")
+    assert found["makespan"] == found["makespan_without_swap"]
+    assert found["swap_waited"] == [0.0, 0.0]
+
+
 def test_with_exchange_vocabulary_and_several_chunks() -> None:
     options = "--pp 4 --slices 8 --virtual-stages 2 --microbatches 2 --attention-share 0.6 --exchange balanced"
     found = report(f"{options} --vocab parallel --head-share 0.2 --swap auto --activation-budget 0.2")

@@ -92,7 +92,7 @@ class SwapSetting:
         rank."""
         if not 0 <= copy < float("inf"):
             raise PlanError(f"--copy-cost = {copy}: must be a number >= 0")
-        setting = cls(amount, UnitBytes.equal(shape), Rate(0.0, 1.0 / max(copy, 1e-12)))
+        setting = cls(amount, UnitBytes.equal(shape), Rate(0.0, 1.0 / copy if copy else float("inf")))
         return setting.within(shape, budget)
 
     def within(self, shape: Shape, budget: float | None) -> SwapSetting:

@@ -66,6 +66,15 @@ class Swap:
     def fits(self) -> bool:
         return all(held <= wanted for held, wanted in zip(self.budget, self.wanted, strict=True))
 
+    def prove_made_for(self, plan: Plan) -> None:
+        """Raises PlanError where it has other ranks or chunks than the plan."""
+        p, v = plan.shape.p, plan.shape.v
+        for what in (self.trips, self.budget, self.wanted, self.bytes.held):
+            if len(what) != p:
+                raise PlanError(f"{plan.name}: the swap was made for {len(what)} ranks, and p = {p}")
+        if any(len(chunks) != v for chunks in self.bytes.held):
+            raise PlanError(f"{plan.name}: the swap was not made for v = {v} chunks a rank")
+
     def moved(self, rank: int) -> int:
         """Bytes that go out in a step, and come back."""
         return sum(self.bytes.movable[rank][trip.unit.chunk] for trip in self.trips[rank])
@@ -75,6 +84,7 @@ def add_swap(plan: Plan, swap: Swap) -> Plan:
     """The plan with O, V and R actions. Raises PlanError where it has some already, or a trip that cannot be made."""
     if plan.has_swap:
         raise PlanError(f"{plan.name}: has swaps already")
+    swap.prove_made_for(plan)
     return Plan(plan.name, plan.shape, tuple(tuple(_rank(plan, rank, swap)) for rank in range(plan.shape.p)))
 
 
@@ -84,9 +94,19 @@ def _rank(plan: Plan, rank: int, swap: Swap) -> Iterator[Action]:
     for trip in swap.trips[rank]:
         vacated[trip.vacate].append(trip.unit)
         reloaded[trip.reload].append(trip.unit)
-    backwards = {action.unit: at for at, action in enumerate(plan.compute(rank)) if action.op is Op.BACKWARD}
+    places = {action: at for at, action in enumerate(plan.compute(rank))}
+    backwards = {action.unit: at for action, at in places.items() if action.op is Op.BACKWARD}
     if not trips.keys() <= backwards.keys():
         raise PlanError(f"{plan.name}: rank {rank} has no backward of {min(trips.keys() - backwards.keys())}")
+    if len(trips) < len(swap.trips[rank]):
+        raise PlanError(f"{plan.name}: rank {rank} has two trips of one unit")
+    for unit, vacate, reload in trips.values():
+        forward = places[Action(Op.FORWARD, unit)]
+        if not forward < vacate <= reload <= backwards[unit]:
+            raise PlanError(
+                f"{plan.name}: rank {rank}: {unit} cannot be away from {vacate} to {reload}: its forward is the rank's "
+                f"compute action {forward}, its backward {backwards[unit]}"
+            )
     done = 0
     due: Unit | None = None
     for action in plan.ranks[rank]:

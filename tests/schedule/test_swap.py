@@ -266,6 +266,32 @@ def test_an_evaluation_has_nothing_to_swap() -> None:
         add_swap(plan, swap)
 
 
+@pytest.mark.parametrize(
+    ("trips", "words"),
+    [
+        ([(0, 5)], "0.0@0 cannot be away from 0 to 5: its forward is the rank's compute action 0, its backward 11"),
+        ([(4, 3)], "cannot be away from 4 to 3"),
+        ([(1, 12)], "cannot be away from 1 to 12"),
+        ([(99, 100)], "cannot be away from 99 to 100"),
+        ([(1, 3), (4, 5)], "two trips of one unit"),
+    ],
+)
+def test_trips_that_cannot_be_made(trips: list[tuple[int, int]], words: str) -> None:
+    plan = build("slimpipe", Shape(2, 1, 4, 2))
+    made = tuple(Trip(Unit(0, 0, 0), *trip) for trip in trips)
+    with pytest.raises(PlanError, match=words):
+        add_swap(plan, Swap(UnitBytes.equal(plan.shape), (made, ()), (9, 9), (9, 9)))
+
+
+def test_a_swap_of_another_plan() -> None:
+    plan, swap = build("slimpipe", Shape(2, 1, 4, 2)), swapped_plan()[1]
+    with pytest.raises(PlanError, match="made for 1 ranks, and p = 2"):
+        add_swap(plan, replace(swap, trips=swap.trips[:1]))
+    for shape, words in ((Shape(1, 1, 4, 2), "made for 1 ranks"), (Shape(2, 2, 4, 2), "not made for v = 1")):
+        with pytest.raises(PlanError, match=words):
+            check(swapped_plan()[0], swap=replace(swap, bytes=UnitBytes.equal(shape)))
+
+
 # ---- what the checker refuses ----
 
 
@@ -307,6 +333,8 @@ def test_what_the_swap_does_not_say_is_refused() -> None:
         check(bare, swap=swap)
     with pytest.raises(PlanError, match="units in flight hold 3 bytes, above the 2 that the swap states"):
         check(plan, swap=replace(swap, budget=(2, 3)))
+    with pytest.raises(PlanError, match="above the nan"):
+        check(plan, swap=replace(swap, budget=(float("nan"), 3)))
     with pytest.raises(PlanError, match="made for 1 ranks"):
         check(plan, swap=replace(swap, trips=swap.trips[:1]))
     with pytest.raises(PlanError, match="0 <= movable <= held"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.excerpt import refusal
 from slimpipe.schedule.held import held_by_units
-from slimpipe.schedule.plan import Plan, PlanError
+from slimpipe.schedule.plan import Plan
 from slimpipe.schedule.swap import Swap
 
 _BEFORE = {Op.OFFLOAD: Op.FORWARD, Op.VACATE: Op.OFFLOAD, Op.RELOAD: Op.VACATE}
@@ -17,8 +17,8 @@ def prove_swap(plan: Plan, swap: Swap | None) -> None:
 
     `swap` None: the order alone is proved.
     """
-    if swap is not None and not len(swap.trips) == len(swap.budget) == plan.shape.p:
-        raise PlanError(f"{plan.name}: the swap was made for {len(swap.trips)} ranks")
+    if swap is not None:
+        swap.prove_made_for(plan)
     for rank in range(plan.shape.p):
         _prove_order(plan, rank)
         if swap is not None:
@@ -57,7 +57,7 @@ def _prove_as_stated(plan: Plan, rank: int, swap: Swap) -> None:
     if gone != meant:
         raise refusal(plan, rank, len(actions), f"{Action(Op.OFFLOAD, min(meant - gone))} is missing")
     for index, now in enumerate(held_by_units(actions, sizes.held[rank], sizes.movable[rank])):
-        if now.device > swap.budget[rank]:
+        if not now.device <= swap.budget[rank]:
             raise refusal(
                 plan,
                 rank,

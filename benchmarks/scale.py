@@ -76,7 +76,10 @@ def cases(part: str) -> dict[str, jobs.Case]:
     if part == "memory":
         return {f"memory-p{p}-{kib}k": _case(p, 4 * p, kib, 1) for p in (2, 4, 8) for kib in (32, 64, 96)}
     if part == "vocabulary":  # beside exchange-p*-n*-64k-off: the same with embedding and output layer on one rank each
-        return {f"vocabulary-p{p}-n{4 * p}-64k-whole": _case(p, 4 * p, 64, 3, vocab=False) for p in (4, 8)}
+        # Receives where they are needed, as there: without passes the default is two actions ahead.
+        return {
+            f"vocabulary-p{p}-n{4 * p}-64k-whole-ahead0": _case(p, 4 * p, 64, 3, vocab=False, ahead=0) for p in (4, 8)
+        }
     if part == "exchange":
         return {
             f"exchange-p{p}-n{n}-{kib}k-{mode}": _case(p, n, kib, 3 if kib == 64 else 2, mode)

@@ -13,7 +13,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 unset PYTHONDONTWRITEBYTECODE
 # Tests of GPUs measure memory, and have them to themselves.
 if (($# == 0)) && [[ ! -e /dev/nvidiactl ]]; then
-  cores="$(env -u OMP_NUM_THREADS nproc)"  # with it set, that is what it prints
+  cores="$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)"  # it obeys both
   set -- --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
 fi
 exec .venv/bin/python -m pytest "$@"

@@ -27,7 +27,9 @@ from slimpipe.plan.flops import step_flops
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
 from slimpipe.plan.predict import predict
+from slimpipe.plan.swap import host_link
 from slimpipe.runtime.watchdog import Progress, Watchdog
+from slimpipe.schedule import HostLinks
 from slimpipe.schedule.formulas import bubble_fraction
 from slimpipe.train.session import Session
 from slimpipe.train.step_metrics import StepMetrics
@@ -39,6 +41,7 @@ CALIBRATED = PROFILE.with_name("h200.yaml")
 PEAK_FLOPS = {"NVIDIA H200": 989e12}
 GIB = 2**30
 
+SWAP: dict[str, Any] = {"m": 2, "n": 16, "v": 1, "vocab": True, "hardware": f"configs/hardware/{PROFILE.name}"}
 # FACTS.md section 3: 16 layers of the Llama-8B shape, two pipeline ranks.
 CASES: dict[str, dict[str, Any]] = {
     "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False},
@@ -138,6 +141,18 @@ CASES: dict[str, dict[str, Any]] = {
             (128, "full", "off"),
         )
     },
+    # Activations in host memory: most of them, and the least that keeps a rank within so many GiB; lengths that do not
+    # fit otherwise, on two GPUs of 140 GiB with 256 GiB of host memory together.
+    "64k-n16-swap-0.8": SWAP | {"length": 65536, "recompute": "norms", "swap": 0.8},
+    "64k-n16-swap-auto": SWAP | {"length": 65536, "recompute": "norms", "swap": "auto", "budget": 70},
+    "64k-n16-mlp-swap-auto": SWAP | {"length": 65536, "recompute": "mlp", "swap": "auto", "budget": 60},
+    "64k-n16-balanced-swap-0.8": SWAP | {"length": 65536, "recompute": "norms", "exchange": "balanced", "swap": 0.8},
+    "128k-n16-norms-swap-auto": SWAP | {"length": 131072, "recompute": "norms", "swap": "auto"},
+    "128k-n16-mlp-swap-0.8": SWAP | {"length": 131072, "recompute": "mlp", "swap": 0.8},
+    "256k-n16-mlp-swap-auto": SWAP | {"length": 262144, "recompute": "mlp", "swap": "auto"},
+    "512k-n32-swap-auto": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "swap": "auto"},
+    "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
+    "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
 }
 COLUMNS = {
     "case": "",
@@ -148,6 +163,7 @@ COLUMNS = {
     "bubble_formula": ".1%",
     "predicted_bubble": ".1%",
     "exchange_overlap": ".1%",
+    "swap_exposed": ".1%",
     "activation_gib": ".2f",
     "expected_gib": ".2f",
     "activation_error": "+.1%",
@@ -186,7 +202,11 @@ def config_of(case: dict[str, Any]) -> Config:
                 "receives_ahead": case.get("ahead"),
                 "hardware": case.get("hardware"),
             },
-            "memory": {"recompute": case["recompute"]},
+            "memory": {
+                "recompute": case["recompute"],
+                "swap": case.get("swap", "off"),
+                "gpu_budget_gib": case.get("budget"),
+            },
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
             "optim": {"lr": 1e-4, "warmup_steps": 1},
             "train": {
@@ -262,6 +282,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         "grad_norm": rows[-1].grad_norm,
         "ready_s": round(ready, 1),
         **exchanged(session, later[-1]),
+        **swapped(session, later[-1], seconds),
         **worst,
         "peak_gib_by_rank": " ".join(f"{found['peak_gib']:.1f}" for found in everyone),
         "by_rank": everyone,
@@ -275,9 +296,31 @@ def surprises(on_gpu: bool) -> dict[str, int]:
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:
-    """The step on paper: GEMMs, attention, what of both is recomputed, transfers, norms; no optimizer or launches."""
-    timeline = predict(config, session.plan, session.exchange, load_hardware(CALIBRATED))
+    """The step on paper: GEMMs, attention, what of both is recomputed, transfers, norms, copies to the host; no optimizer
+    or launches."""
+    hardware, swap = load_hardware(CALIBRATED), session.planned.swap
+    host = None if swap is None else HostLinks(session.shape.p, swap.bytes, host_link(hardware))
+    timeline = predict(config, session.plan, session.exchange, hardware, host)
     return {"predicted_s": timeline.makespan, "predicted_bubble": timeline.bubble_fraction}
+
+
+def swapped(session: Session, row: StepMetrics, seconds: float) -> dict[str, Any]:
+    """The swaps of one step, where there are any."""
+    swap = session.planned.swap
+    if swap is None or row.swap is None:
+        return {}
+    measured, predicted = sum(session.swap_bytes), sum(swap.bytes.movable[session.rank])
+    return {
+        "swap_exposed": row.swap.exposed_s / seconds,
+        "swap_waits_predicted_s": max(session.planned.swap_waits),
+        "swap_out_gib": [round(bytes / GIB, 2) for bytes in row.swap.out_bytes],
+        "swap_pinned_gib": [round(bytes / GIB, 2) for bytes in row.swap.pinned_bytes],
+        "swap_kept_gib": [round(bytes / GIB, 2) for bytes in row.swap.kept_bytes],
+        "swap_units": [len(trips) for trips in swap.trips],
+        "swap_fits": swap.fits,
+        "swap_unit_error": measured / predicted - 1 if measured and predicted else 0.0,
+        **{f"swap_{key}": getattr(row.swap, key) for key in ("exposed_s", "exposed_out_s", "exposed_back_s")},
+    }
 
 
 def exchanged(session: Session, row: StepMetrics) -> dict[str, Any]:
@@ -325,6 +368,9 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     layers = sum(len(stage.layers) for stage in session.stages)
     unit = whole * layers / model.layers / shape.v / shape.n
     expected = unit * session.peak_units
+    if session.planned.swap is not None:
+        terms = session.footprint.terms
+        expected = terms["activations"] + terms["KV slots"]
     measured = peak - held + kv
     # What a block keeps outside the slots, as the warm-up counted it, against the formula.
     kept = layer_bytes_per_token(model, config.memory.recompute)

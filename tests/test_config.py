@@ -255,8 +255,23 @@ BAD = [
         "yes please",
         "pipeline.vocab_parallel = yes please: must be true, false or null",
     ),
-    ("memory", "swap", "auto", "memory.swap = auto: swapping to host memory is not built yet; set it to off"),
-    ("memory", "swap", 0.75, "memory.swap = 0.75: swapping to host memory is not built yet; set it to off"),
+    *(
+        ("memory", "swap", value, f"memory.swap = {said}: must be off, auto or a number > 0 and <= 1")
+        for value, said in (("on", "on"), (0, "0"), (1.5, "1.5"), (-0.5, "-0.5"), (True, "true"), ("0.5", '"0.5"'))
+    ),
+    ("memory", "gpu_budget_gib", 0, "memory.gpu_budget_gib = 0: must be a number > 0 or null"),
+    (
+        "memory",
+        "gpu_budget_gib",
+        40,
+        "memory.gpu_budget_gib = 40.0: says something with memory.swap: auto alone; set that, or remove it",
+    ),
+    (
+        "memory",
+        "host_budget_gib",
+        40,
+        "memory.host_budget_gib = 40.0: says something with memory.swap alone; set that, or remove it",
+    ),
     (
         "model",
         "sliding_window",
@@ -318,7 +333,7 @@ BAD = [
     ("pipeline", "virtual_stage", 4, "pipeline.virtual_stage: unknown key; did you mean pipeline.virtual_stages?"),
     ("train", "lr", 0.1, "train.lr: unknown key; did you mean optim.lr?"),
     ("optim", "Beta1", 0.1, "optim.Beta1: unknown key; did you mean optim.beta1?"),
-    ("memory", "exotic", 1, "memory.exotic: unknown key; use recompute or swap"),
+    ("memory", "exotic", 1, "memory.exotic: unknown key; use recompute, swap, gpu_budget_gib or host_budget_gib"),
     (
         "model",
         "rope_scaling",
@@ -542,7 +557,8 @@ def test_overrides_reach_options() -> None:
         ("optm.schedule=cosine", "optm.schedule: unknown key; did you mean optim.schedule?"),
         ("train.steps.x=3", f"train.steps.x: unknown key; use {any_of(tuple(TrainConfig.model_fields))}"),
         ("=3", '"": unknown section; the sections are ' + ", ".join(SECTIONS)),
-        ("memory={swap: off}", "memory: a section, not a key; override one of memory.recompute, memory.swap"),
+        ("memory={swap: off}", "memory: a section, not a key; override one of "
+         + ", ".join(f"memory.{key}" for key in Config.model_fields["memory"].annotation.model_fields)),
         ("train.steps=[1", "train.steps=[1, line 1, column 3: not valid YAML: "
          "expected ',' or ']', but got '<stream end>'"),
         ("train.steps=", "train.steps = null: must be a whole number > 0"),

@@ -30,7 +30,7 @@ from slimpipe.config import Config, ModelConfig
 from slimpipe.models.contract import initialise
 from slimpipe.parallel.mesh import Processes
 from slimpipe.runtime.stage import generator
-from slimpipe.train.session import DTYPES
+from slimpipe.train.dtypes import DTYPES
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 

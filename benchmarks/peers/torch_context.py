@@ -29,7 +29,7 @@ from benchmarks.peers.plain import Attend, Part, attend, attend_expanded
 from benchmarks.peers.torch_pipeline import kernel
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
-from slimpipe.train.session import DTYPES
+from slimpipe.train.dtypes import DTYPES
 
 
 class Whole(nn.Module):

@@ -24,7 +24,7 @@ from slimpipe.parallel.gradients import GradientBuffer, clip, norm_and_loss
 from slimpipe.parallel.mesh import Processes
 from slimpipe.parallel.optimizer import MasterAdamW
 from slimpipe.schedule import place_layers
-from slimpipe.train.session import DTYPES
+from slimpipe.train.dtypes import DTYPES
 
 
 def kernel(device: torch.device) -> AbstractContextManager[None]:

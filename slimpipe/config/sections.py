@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from slimpipe.config.allowed import Allowed, divisors_near
 from slimpipe.config.section import Planned, Refused, Section
@@ -25,8 +33,15 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _ratio(value: Any) -> bool:
-    return isinstance(value, (int, float, dict, list))
+def _amount(value: Any) -> Any:
+    """Off, auto or a share. YAML 1.1 reads `off` as false."""
+    if value in ("off", "auto"):
+        return value
+    if value is False:
+        return "off"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise ValueError(value)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -188,7 +203,8 @@ class PipelineConfig(Section):
     hardware: Annotated[str | None, Allowed("a path or null")] = Field(
         default=None,
         description="Hardware profile (YAML) by whose rates and links the exchange is planned: loans that cost more "
-        "than they save are not made, and `exchange_granule` is chosen. Default: every loan is made.",
+        "than they save are not made, and `exchange_granule` is chosen. Default: every loan is made. Also what "
+        "`memory.swap` takes the times of slices and copies from; default: an H200's.",
     )
     receives_ahead: Annotated[int | None, Field(ge=0, le=2), Allowed("0, 1, 2 or null")] = Field(
         default=None,
@@ -216,9 +232,28 @@ class MemoryConfig(Section):
         "product; `mlp`: also the gate and up projection; `all_but_attention`: all of a block but its attention, whose "
         "output is kept; `full`: attention too.",
     )
-    swap: Annotated[Literal["off"], Planned("swapping to host memory", ("auto",), when=_ratio)] = Field(
-        default="off", description="Activations in host memory."
+    swap: Annotated[
+        Literal["off", "auto"] | float, Allowed("off, auto or a number > 0 and <= 1"), PlainValidator(_amount)
+    ] = Field(
+        default="off",
+        description="Activations to host memory between a slice's forward and its backward. `auto`: the least that "
+        "keeps the device within `gpu_budget_gib`. A number: that share of what can move (keys and values cannot).",
     )
+    gpu_budget_gib: PositiveFloat | None = Field(
+        default=None,
+        description="With `swap: auto`: GiB of the device that a rank may use, everything included. Default: 90 % of "
+        "the GPU's memory; on a CPU nothing moves without one.",
+    )
+    host_budget_gib: PositiveFloat | None = Field(
+        default=None,
+        description="GiB of host memory that a rank may pin for `swap`. Default: as much as it needs.",
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.gpu_budget_gib is not None and self.swap != "auto":
+            yield self.problem("gpu_budget_gib", "says something with memory.swap: auto alone; set that, or remove it")
+        if self.host_budget_gib is not None and self.swap == "off":
+            yield self.problem("host_budget_gib", "says something with memory.swap alone; set that, or remove it")
 
 
 class BlendSource(Section):

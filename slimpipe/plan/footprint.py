@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from slimpipe.plan.hardware import loan_bytes
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token
-from slimpipe.schedule import Exchange, Op, Peaks, Plan, buffer_bytes, peak_held
+from slimpipe.schedule import Exchange, Op, Peaks, Plan, Swap, buffer_bytes, most_held, peak_held
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -78,6 +78,8 @@ class Footprints:
     fused: bool
     near: Sequence[Sequence[int]] = ()
     rings: Sequence[int] = ()
+    swap: Swap | None = None
+    """The plan's; what is away is not counted."""
 
     @cached_property
     def ranks(self) -> tuple[Footprint, ...]:
@@ -142,6 +144,9 @@ class Footprints:
     def _activations(self, rank: int, layer: int) -> int:
         """The most that units in flight keep at once; `layer` bytes a token and layer outside the slots. A unit's
         layers share one rotary table, two fp32 halves of a head a position."""
+        if self.swap is not None:
+            sizes = self.swap.bytes
+            return most_held(self.plan.ranks[rank], sizes.held[rank], sizes.movable[rank]).device
         rotary = 4 * self.config.model.head_dim * self._slice
         now = most = 0
         for action in self.plan.compute(rank):

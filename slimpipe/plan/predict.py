@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware import HardwareProfile
-from slimpipe.schedule import Exchange, Plan, Timeline, output_layer_costs, simulate
+from slimpipe.schedule import Exchange, HostLinks, Plan, Timeline, output_layer_costs, simulate
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
 
 
-def predict(config: Config, plan: Plan, exchange: Exchange | None, hardware: HardwareProfile) -> Timeline:
+def predict(
+    config: Config,
+    plan: Plan,
+    exchange: Exchange | None,
+    hardware: HardwareProfile,
+    host: HostLinks | None = None,
+) -> Timeline:
     """The step's timeline in seconds: GEMMs, attention, what of both is recomputed, transfers and the output layer, at
-    the profile's rates; norms, RoPE, SwiGLU and sums where it knows the memory's.
+    the profile's rates; norms, RoPE, SwiGLU and sums where it knows the memory's. `host`: what swaps take.
 
     Left out: optimizer, launches. Raises PlanError for unequal stages, whose units are no equal work.
     """
@@ -26,4 +32,4 @@ def predict(config: Config, plan: Plan, exchange: Exchange | None, hardware: Har
     head = 2.0 * tokens * model.hidden_size * model.vocab_size / hardware.gemm.at(tokens)
     costs = replace(setting.work.costs(), vocabulary=output_layer_costs(head, shape.p))
     gatherings = setting.gatherings(exchange) if exchange is not None else None
-    return simulate(plan, costs, setting.link, gatherings=gatherings)
+    return simulate(plan, costs, setting.link, gatherings=gatherings, host=host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.entry import enter
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.slice_context import SliceContext
@@ -24,6 +26,7 @@ from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import Action, Op, Plan, Unit, assign_kv_slots
 from slimpipe.schedule.lending import Range, without
 from slimpipe.schedule.transfers import kind_of, link_of
+from slimpipe.swap import UnitSwaps
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Engine:
     """Runs `plan`'s list for `rank`, a step at a time.
 
     `plan` is lowered and checked. `stages` are this rank's chunks; `vocabulary` carries out the vocabulary passes of
-    a plan that has them, `loans` its exchange. `trace`, if given, is called with a line an action. `layer_slots`: those
-    of another engine, at least as many, to use in turn with it.
+    a plan that has them, `loans` its exchange, `swaps` moves activations to the host and back. `trace`, if given, is
+    called with a line an action. `layer_slots`: those of another engine, at least as many, to use in turn with it.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Engine:
         progress: Progress | None = None,
         trace: Callable[[str], None] | None = None,
         layer_slots: Sequence[Mapping[int, LayerSlots]] | None = None,
+        swaps: UnitSwaps | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.shape, self.actions = plan.shape, plan.ranks[rank]
@@ -97,8 +101,13 @@ class Engine:
             Op.RECV_BACKWARD: self.post_receive,
             Op.HELP_FORWARD: self.help,
             Op.HELP_BACKWARD: self.help,
+            Op.OFFLOAD: self.offload,
+            Op.VACATE: self.vacate,
+            Op.RELOAD: self.reload,
             **(vocabulary.methods if vocabulary is not None else {}),
         }
+        self.swaps = swaps
+        self.swapped = {action.unit for action in self.actions if action.op is Op.OFFLOAD}
         self.progress = progress or Progress()
         self.units = Counter()
         self.kv_slots = [Counter() for _ in stages]
@@ -137,6 +146,8 @@ class Engine:
         self.transport.finish()
         if self.vocabulary is not None:
             self.vocabulary.finish()
+        if self.swaps is not None:
+            self.swaps.end()
         self.progress.now("end of the pipeline's step")
         self._check_empty()
 
@@ -145,29 +156,31 @@ class Engine:
         self._loss = torch.zeros_like(batch.scale)
         self._one = torch.ones_like(batch.scale)
         self._token_losses: dict[Unit, Tensor] = {}
-        self._saved: dict[Unit, tuple[Tensor, GradientEdge]] = {}
+        self._saved: dict[Unit, tuple[list[Tensor], GradientEdge]] = {}
         self._receives: dict[tuple[Op, Unit], Receive] = {}
         self._outputs: dict[tuple[Op, Unit], Tensor] = {}
         self._handed: dict[tuple[Op, Unit], Tensor] = {}
         self._taken = [set() for _ in self.stages]
         if self.loans is not None:
             self.loans.begin()
+        if self.swaps is not None:
+            self.swaps.begin(batch.tokens, batch.labels)
         if self.vocabulary is not None:
             self.vocabulary.begin(self._tokens, self._labels, batch.scale, self.loss)
 
     def forward(self, action: Action) -> None:
-        """Input from the data or the stage before; keep it and an edge of the output; hand the output on."""
+        """Input from the data or the stage before; keep an edge of the output; hand the output on."""
         unit, stage = action.unit, self.stages[action.unit.chunk]
         with self.clock.waiting(action.op.value):
-            x = self._input(action)
-        with self.clock.busy(str(action)):
+            x, gradient = self._input(action)
+        with self.clock.busy(str(action)), self._saving(unit):
             out = stage.forward(x, self._context(unit))
             if stage.last and self.vocabulary is None:
                 out = self._loss_of(stage, out, unit)
         self._open(unit)
         if torch.is_grad_enabled():
             # An edge, not the output: the output's storage is free as soon as it has been sent.
-            self._saved[unit] = (x, get_gradient_edge(out))
+            self._saved[unit] = (gradient, get_gradient_edge(out))
         elif unit.slice == self.shape.n - 1:
             for slice_ in range(self.shape.n):
                 self._close(Unit(unit.microbatch, slice_, unit.chunk))
@@ -181,16 +194,14 @@ class Engine:
         unit, stage = action.unit, self.stages[action.unit.chunk]
         with self.clock.waiting(action.op.value):
             gradient = self._output_gradient(action)
-        x, edge = self._saved.pop(unit)
+        found, edge = self._saved.pop(unit)
         with self.clock.busy(str(action)):
             torch.autograd.backward((edge,), (gradient,))
         self._close(unit)
         if not stage.first:
-            assert x.grad is not None
-            self._hand_on(action, x.grad)
+            self._hand_on(action, found.pop())
         elif self.vocabulary is not None:
-            assert x.grad is not None
-            self.vocabulary.keep_embedding_gradient(unit, x.grad)
+            self.vocabulary.keep_embedding_gradient(unit, found.pop())
 
     def help(self, action: Action) -> None:
         """An idle rank's part of others' attention, layer by layer beside its owners."""
@@ -208,6 +219,27 @@ class Engine:
                     backward = exchange.backward(None)
                     backward.help()
                     backward.collect()
+
+    def offload(self, action: Action) -> None:
+        """Starts copying the unit's activations to the host, as soon as its forward is done."""
+        assert self.swaps is not None
+        self.swaps.offload(action.unit)
+
+    def vacate(self, action: Action) -> None:
+        """What follows waits for those copies, and may use the memory."""
+        assert self.swaps is not None
+        self.swaps.vacate(action.unit)
+
+    def reload(self, action: Action) -> None:
+        """Starts copying them back. The unit's backward waits for each as it comes to it."""
+        assert self.swaps is not None
+        self.swaps.reload(action.unit)
+
+    def _saving(self, unit: Unit) -> AbstractContextManager[None]:
+        if unit not in self.swapped:
+            return nullcontext()
+        assert self.swaps is not None
+        return self.swaps.saving(unit)
 
     def send(self, action: Action) -> None:
         """The output of the unit's forward, or the gradient of its input, to the neighbour."""
@@ -256,13 +288,15 @@ class Engine:
             exchanges = Exchanges(self.loans.of(Action(Op.FORWARD, unit)), backward)
         return self.context(unit.chunk, unit.slice, self.place(unit), self._batch.tokens.device, exchanges)
 
-    def _input(self, action: Action) -> Tensor:
-        """What the unit's first block, or its embedding, is given."""
+    def _input(self, action: Action) -> tuple[Tensor, list[Tensor]]:
+        """(what the unit's first block, or its embedding, is given, where its gradient will be)."""
         if not self.stages[action.unit.chunk].first:
-            return self._take(action).requires_grad_()
-        if self.vocabulary is not None:
-            return self.vocabulary.embedding(action.unit).requires_grad_()
-        return self._tokens(action.unit)
+            x = self._take(action)
+        elif self.vocabulary is not None:
+            x = self.vocabulary.embedding(action.unit)
+        else:
+            return self._tokens(action.unit), []
+        return enter(x) if torch.is_grad_enabled() else (x, [])
 
     def _output_gradient(self, action: Action) -> Tensor:
         """The gradient of what the unit's forward made."""
@@ -314,6 +348,8 @@ class Engine:
             raise RuntimeError(f"rank {self.rank}: vocabulary passes left over: {self.vocabulary.left_over()}")
         if self.loans is not None and self.loans.left_over():
             raise RuntimeError(f"rank {self.rank}: keys of {self.loans.left_over()} loans left over")
+        if self.swaps is not None and self.swaps.left_over():
+            raise RuntimeError(f"rank {self.rank}: units left in host memory: {self.swaps.left_over()}")
         left: dict[str, Mapping[Any, Any]] = {
             "units": self._saved,
             "receives": self._receives,

@@ -63,6 +63,15 @@ class Work:
         again = None if self.again is None else scaled(self.again)
         return Work(scaled(self.forward), scaled(self.backward), self.slice_tokens, again)
 
+    def scaled(self, by: float) -> Work:
+        """The same in another unit of time."""
+
+        def scaled(load: Load) -> Load:
+            return Load(by * load.dense, by * load.own, by * load.token)
+
+        again = None if self.again is None else scaled(self.again)
+        return replace(self, forward=scaled(self.forward), backward=scaled(self.backward), again=again)
+
     def recomputing(self, dense: float, attention: bool) -> Work:
         """The same, where backwards do this part of their forward's dense work once more, and its attention or not."""
         dense_again = dense * self.forward.dense

@@ -65,18 +65,23 @@ class PinnedArenas:
             self._free[arena].remove(block)
         self.in_use += length
         self.peak = max(self.peak, self.in_use)
-        after = block.after = [event for event in block.after if not self._done(event)]
+        after = block.after = self._not_over(block.after)
         return Slot(self._arenas[arena][begin : begin + nbytes], arena, begin, begin + length, list(after))
 
     def give(self, slot: Slot, after: list[Event]) -> None:
         """Takes a slot back; its next user waits for `after`."""
         self.in_use -= slot.end - slot.begin
         free = self._free[slot.arena]
-        block = _Free(slot.begin, slot.end, [event for event in (*slot.after, *after) if not self._done(event)])
+        block = _Free(slot.begin, slot.end, self._not_over([*slot.after, *after]))
         for other in [b for b in free if b.end == block.begin or b.begin == block.end]:
             free.remove(other)
-            block = _Free(min(block.begin, other.begin), max(block.end, other.end), block.after + other.after)
+            both = self._not_over(block.after + other.after)
+            block = _Free(min(block.begin, other.begin), max(block.end, other.end), both)
         insort(free, block)
+
+    def _not_over(self, events: list[Event]) -> list[Event]:
+        """Each once: parts of one block carry the same events, and come together again."""
+        return [event for event in {id(event): event for event in events}.values() if not self._done(event)]
 
     def reserve(self, nbytes: int) -> int:
         """Pins until `nbytes` are pinned, or the budget or the machine says no. Returns the bytes pinned."""
@@ -84,20 +89,24 @@ class PinnedArenas:
             pass
         return self.pinned
 
-    def rehearse(self, uses: Sequence[tuple[int, int, int]]) -> None:
-        """Pins now what slots of (bytes, begin, end) will need, begin and end being times in any unit."""
+    def rehearse(self, uses: Sequence[tuple[int, int, int]]) -> int:
+        """Pins now what slots of (bytes, begin, end) will need, begin and end being times in any unit. Returns the
+        bytes that found no place."""
         order = [(begin, 1, i) for i, (_, begin, _) in enumerate(uses)] + [
             (e, 0, i) for i, (_, _, e) in enumerate(uses)
         ]
         slots: dict[int, Slot | None] = {}
+        missing = 0
         in_use, peak = self.in_use, self.peak
         for _, begins, i in sorted(order):
             if begins:
                 slots[i] = self.take(uses[i][0])
+                missing += uses[i][0] if slots[i] is None else 0
             elif (slot := slots.pop(i)) is not None:
                 self.give(slot, slot.after)
         assert self.in_use == in_use
         self.peak = peak
+        return missing
 
     def _smallest(self, length: int) -> tuple[int, _Free] | None:
         fitting = [

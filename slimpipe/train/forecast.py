@@ -15,9 +15,9 @@ from slimpipe.models.contract import build_model
 from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk
 from slimpipe.schedule import Shape, Timeline, place_layers
+from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.planning import Planned, on_paper
 from slimpipe.train.rings import near_by_settings, rings_by_rank
-from slimpipe.train.session import DTYPES
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -78,6 +78,7 @@ class Forecast:
             fused=fuse.is_available(self.device),
             near=near,
             rings=rings_by_rank(self.config, planned, near),
+            swap=planned.swap,
         ).ranks
 
     @cached_property

@@ -18,7 +18,7 @@ from slimpipe.parallel.mesh import pick_device
 from slimpipe.runtime.stage import Stage, build_stages
 from slimpipe.schedule import Shape
 from slimpipe.train import checkpoint
-from slimpipe.train.session import DTYPES
+from slimpipe.train.dtypes import DTYPES
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train.checkpoint import CheckpointError, Peers
 from slimpipe.train.checkpoint.folders import home
+from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.held_out import HeldOut
 from slimpipe.train.init_from import refuse_source, start_from
@@ -35,9 +36,10 @@ from slimpipe.train.planning import make_plan
 from slimpipe.train.profiling import Profiling
 from slimpipe.train.resume import refuse_changes
 from slimpipe.train.saving import Saving
-from slimpipe.train.session import DTYPES, Session
+from slimpipe.train.session import Session
 from slimpipe.train.startup import describe
 from slimpipe.train.stop import Stop
+from slimpipe.train.swapping import plan_swaps
 from slimpipe.train.watching import Watching
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ def _run(
     )
     try:
         trace = (lambda line: print(line, flush=True)) if config.pipeline.trace else None
-        forecast = Forecast(config, make_plan(config, progress.now), processes.carrier.device)
+        device = processes.carrier.device
+        planned = plan_swaps(config, make_plan(config, progress.now), device, progress.now)
+        forecast = Forecast(config, planned, device)
         if processes.rank == 0:
             # Before any memory is taken: what does not fit is said first.
             print(describe(forecast), flush=True)

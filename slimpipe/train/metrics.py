@@ -39,6 +39,7 @@ class StepRecord:
     peak_memory_bytes_by_rank: tuple[int, ...]
     busy_seconds_by_rank: tuple[float, ...]
     exchange: dict[str, Any] | None
+    swap: dict[str, Any] | None
     skipped: bool
     notes: tuple[str, ...]
     carriers: str | None = None

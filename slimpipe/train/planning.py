@@ -13,8 +13,10 @@ from slimpipe.schedule import (
     Costs,
     Exchange,
     Gatherings,
+    HostLinks,
     Peaks,
     Plan,
+    Swap,
     Timeline,
     Together,
     Work,
@@ -51,6 +53,10 @@ class Planned:
     send_window: int
     """Sends of one link that may be under way at once: two, or more where the plan's order needs more."""
     peaks: Peaks
+    swap: Swap | None = None
+    """What goes to the host, where `memory.swap` asks for it (`slimpipe.train.swapping`)."""
+    swap_waits: tuple[float, ...] = ()
+    """By rank, seconds that compute waits for it, on paper."""
 
 
 def make_plan(config: Config, progress: Callable[[str], None] = lambda what: None) -> Planned:
@@ -133,8 +139,12 @@ def _exchange(config: Config, plan: Plan, work: Work) -> Exchange | None:
 def on_paper(config: Config, planned: Planned) -> Timeline | None:
     """The run's step simulated by operations, transfers free, in forwards of a unit; None where the plan is so long
     that it would take many seconds."""
-    if sum(map(len, planned.plan.ranks)) > _MOST_ACTIONS:
-        return None
+    return None if sum(map(len, planned.plan.ranks)) > _MOST_ACTIONS else by_operations(config, planned)
+
+
+def by_operations(config: Config, planned: Planned, host: HostLinks | None = None, forward: float = 1.0) -> Timeline:
+    """The same however long the plan is. `forward`: what a unit's forward takes on average, and the unit of `host`'s
+    times: what swaps take."""
     work, model = _work(config), config.model
     gemm, attention = layer_flops_per_token(model, config.data.sequence_length)
     mean = model.layers / config.shape.stages
@@ -143,12 +153,12 @@ def on_paper(config: Config, planned: Planned) -> Timeline | None:
     share = [len(layers) / mean for layers in placement]
     even = work.costs()
     costs = Costs(
-        lambda stage, unit: share[stage] * even.forward(stage, unit),
-        lambda stage, unit: share[stage] * even.backward(stage, unit),
-        output_layer_costs(head, config.shape.p),
+        lambda stage, unit: forward * share[stage] * even.forward(stage, unit),
+        lambda stage, unit: forward * share[stage] * even.backward(stage, unit),
+        output_layer_costs(forward * head, config.shape.p),
     )
-    gatherings = None if planned.exchange is None else Gatherings(planned.exchange, Together(work))
-    return simulate(planned.plan, costs, gatherings=gatherings)
+    gatherings = None if planned.exchange is None else Gatherings(planned.exchange, Together(work.scaled(forward)))
+    return simulate(planned.plan, costs, gatherings=gatherings, host=host)
 
 
 def _work(config: Config) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,25 +34,27 @@ from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.routes import Routes, settle
 from slimpipe.runtime.stage import build_stages, parameter_names
+from slimpipe.runtime.swap_memory import HostMemoryError, pin_for
 from slimpipe.runtime.traffic import Traffic
 from slimpipe.runtime.transport import Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import links, place_layers
+from slimpipe.swap.streams import Streams
 from slimpipe.train.attention import choose_attention
 from slimpipe.train.batch import check_batch, to_device
 from slimpipe.train.checkpoint import Part, State
+from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
 from slimpipe.train.rings import exchange_need, pass_sizes, rings_by_rank
-from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics
+from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics, SwapMetrics
+from slimpipe.train.swapping import make_swaps, plan_swaps
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Session:
@@ -59,7 +62,8 @@ class Session:
 
     With no process group it is a whole run of one rank. `transport` and `collectives` replace the distributed ones
     (tests); `rank` then says which pipeline rank this is, and what needs a group (norms, tied weights, metrics) is
-    the caller's. `planned`: what `make_plan` gives for `config`, where it has been made already.
+    the caller's. `planned`: what `plan_swaps` gives for `config`, where it has been made already. `streams`: what swaps
+    run on; None: the device's.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Session:
         exchange_traffic: ExchangeTraffic | None = None,
         rank: int | None = None,
         planned: Planned | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.config, self.shape, self.trace = config, config.shape, trace
         self.carrier = carrier or Carrier(torch.device("cpu"))
@@ -82,7 +87,9 @@ class Session:
         self.mesh = build_mesh(config, self.carrier) if transport is None else None
         self.group = None if self.mesh is None else self.mesh.get_group("pp")
         self.rank = rank if rank is not None else 0 if self.mesh is None else self.mesh.get_local_rank("pp")
-        self.planned = planned if planned is not None else make_plan(config, self.progress.now)
+        if planned is None:
+            planned = plan_swaps(config, make_plan(config, self.progress.now), self.device, self.progress.now)
+        self.planned = planned
         self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
@@ -124,6 +131,8 @@ class Session:
         self._optimizer: MasterAdamW | None = None
         self._evaluation: Evaluation | None = None
         self.steps_done = 0
+        self.swap_bytes: tuple[int, ...] = ()
+        """Bytes of a unit of each chunk that can go to the host, measured; nothing where none does."""
         self.before_update: Callable[[], None] = lambda: None
         """Called in each step before weights and moments change: whoever is still copying them has them wait."""
 
@@ -144,6 +153,10 @@ class Session:
             between = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()
             keep = config.pipeline.exchange_keep == "kv"
             loans = Loans(self.exchange, self.rank, between, backend, self.clock, keep)
+        self.swaps = None
+        if self.planned.swap is not None and self.planned.swap.trips[self.rank]:
+            weights = [shard.weight for shard in self.shards.values()]
+            self.swaps = make_swaps(config, self.stages, weights, self.device, self.clock, streams)
         self.engine = Engine(
             self.plan,
             self.rank,
@@ -158,6 +171,7 @@ class Session:
             loans,
             self.progress,
             trace,
+            swaps=self.swaps,
         )
         self._warm_up()
 
@@ -263,15 +277,19 @@ class Session:
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
-        waiting = (action.op for action in self.engine.actions if not (action.op.is_transfer or action.op.is_help))
-        kinds = sorted({op.value for op in waiting})
+        told_apart = (action.op for action in self.engine.actions)
+        kinds = sorted({op.value for op in told_apart if not (op.is_transfer or op.is_help or op.is_swap)})
         if self.exchange is not None:
             kinds += ["exchange B", "exchange F"]
+        if self.planned.swap is not None:  # on a rank that moves nothing too: all ranks' rows are as long
+            kinds += ["R", "V"]
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, self._peak_memory(), *waited]
-        exchanged = self._exchanged(time)
-        rows = self._gather(torch.tensor([*exchanged, *mine], dtype=torch.float64, device=self.carrier.memory))
-        exchanges, rows = rows[:, : len(exchanged)], rows[:, len(exchanged) :]
+        exchanged, swapped = self._exchanged(time), self._swapped(time)
+        parts = (exchanged, swapped, mine)
+        row = [value for part in parts for value in part]
+        rows = self._gather(torch.tensor(row, dtype=torch.float64, device=self.carrier.memory))
+        exchanges, swaps, rows = rows.split([len(part) for part in parts], dim=1)
         bad = self._bad_step(float(loss), float(norm), tokens, labels, places) if float(skip) else None
         if bad is not None and self.config.train.on_nonfinite == "stop":
             raise refusal(bad)
@@ -288,6 +306,7 @@ class Session:
             busy_seconds=tuple((rows[:, 0] * (1 - rows[:, 1])).tolist()),
             bad=bad,
             exchange=ExchangeMetrics.of(exchanges) if exchanged else None,
+            swap=SwapMetrics.of(swaps) if swapped else None,
         )
 
     def _exchanged(self, time: StepTime) -> list[float]:
@@ -303,6 +322,14 @@ class Session:
         exposed, under_way = (sum(found.get(kind, 0.0) for kind in kinds) for found in (time.waits, time.under_way))
         moved = loans.moved
         return [exposed, under_way, len(slots), max(slots, default=0.0), moved.sent, moved.received]
+
+    def _swapped(self, time: StepTime) -> list[float]:
+        """This rank's swaps of a step, for `SwapMetrics.of`; nothing where nothing is to move on any rank."""
+        if self.planned.swap is None:
+            return []
+        found = self.swaps
+        moved = [0, 0, 0, 0] if found is None else [found.moved_out, found.moved_in, found.kept, found.arenas.pinned]
+        return [time.waits.get("V", 0.0), time.waits.get("R", 0.0), *moved]
 
     def _bad_step(self, loss: float, norm: float, tokens: Tensor, labels: Tensor, places: Sequence[object]) -> BadStep:
         """Looks for where a step went wrong: the gradients of every rank, and the batch again, forward only."""
@@ -365,6 +392,7 @@ class Session:
             fused=fuse.is_available(self.device),
             near=near,
             rings=rings_by_rank(self.config, self.planned, near),
+            swap=self.planned.swap,
         ).ranks[self.rank]
 
     @property
@@ -435,12 +463,27 @@ class Session:
         self.unit_bytes = warm_up(
             self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
         )
+        if self.swaps is not None:
+            self._pin()
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
             reserve(self.to_reserve, self._small_bytes(), self.device)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _pin(self) -> None:
+        """Takes the host memory that the swaps need. Raises ValueError, naming the key, where it is not to be had."""
+        config, sharers = self.config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        hidden = config.model.hidden_size
+        try:
+            self.swap_bytes = pin_for(self.engine, config.train.micro_batch, hidden, self.dtype, self.device, sharers)
+        except HostMemoryError as error:
+            raise ValueError(
+                f"memory.swap = {config.memory.swap}, rank {self.rank}: {error}; move less (a smaller share, a larger "
+                "memory.gpu_budget_gib, or more recomputation by memory.recompute), or give the run more host memory "
+                "(memory.host_budget_gib, the container's limit, ulimit -l)"
+            ) from error
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":

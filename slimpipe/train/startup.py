@@ -8,10 +8,10 @@ from typing import Final, get_args
 from slimpipe.config import Recompute
 from slimpipe.kernels.attention import select_backend
 from slimpipe.plan.footprint import Footprint
-from slimpipe.schedule import bubble_fraction
+from slimpipe.schedule import bubble_fraction, most_held
 from slimpipe.train.attention import is_measured
+from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.forecast import Forecast
-from slimpipe.train.session import DTYPES
 
 _MOST_RANKS: Final = 16
 """Rows of a table by rank; of more ranks, the first and last few and the fullest."""
@@ -20,7 +20,7 @@ _ROOM: Final = 0.05  # of a device: its context, NCCL's buffers, what the alloca
 
 def describe(run: Forecast) -> str:
     """The lines, joined."""
-    return "\n".join([*_layout(run), *_by_rank(run), *_fit(run), *_schedule(run)])
+    return "\n".join([*_layout(run), *_by_rank(run), *_fit(run), *_swap(run), *_schedule(run)])
 
 
 def _layout(run: Forecast) -> Iterator[str]:
@@ -101,6 +101,32 @@ def _fit(run: Forecast) -> Iterator[str]:
         yield f"warning: {have}, which {verdict}. {remedy(run, worst)}"
 
 
+def _swap(run: Forecast) -> Iterator[str]:
+    """What will move, on the ranks that move least and most."""
+    config, planned = run.config, run.planned
+    if config.memory.swap == "off":
+        return
+    if planned.swap is None or not any(planned.swap.trips):
+        why = "no budget on a CPU: set memory.gpu_budget_gib" if planned.swap is None else "everything fits"
+        yield f"swap: nothing moves ({why})"
+        return
+    swap, units = planned.swap, config.shape.units
+    moved = [swap.moved(rank) for rank in range(config.shape.p)]
+    rank = max(range(len(moved)), key=lambda rank: moved[rank])
+    host = most_held(planned.plan.ranks[rank], swap.bytes.held[rank], swap.bytes.movable[rank]).host
+    size, unit = (2**30, "GiB") if moved[rank] >= 2**30 else (2**20, "MiB")
+    yield (
+        f"swap: rank {rank} moves the most: {len(swap.trips[rank])} of {units} units a step, {moved[rank] / size:.2f} "
+        f"{unit} out and back; {host / size:.2f} {unit} of host memory; waits {max(planned.swap_waits):.3f} s on paper"
+    )
+    if not swap.fits:
+        over = max(stated - wanted for stated, wanted in zip(swap.budget, swap.wanted, strict=True))
+        yield (
+            f"warning: swap: all that can be moved leaves {over / 2**30:.2f} GiB above the budget. "
+            "Raise pipeline.slices, or choose more memory.recompute"
+        )
+
+
 def remedy(run: Forecast, footprint: Footprint) -> str:
     """What to change, most of all; where activations are the most, the next mode of recomputation first."""
     largest = max(footprint.terms, key=lambda term: footprint.terms[term])
@@ -108,8 +134,8 @@ def remedy(run: Forecast, footprint: Footprint) -> str:
     next_mode = modes.index(run.config.memory.recompute) + 1
     if largest == "activations" and next_mode < len(modes):
         return (
-            f"activations take the most: set memory.recompute: {modes[next_mode]}, or raise pipeline.slices or "
-            "parallel.pp"
+            f"activations take the most: set memory.recompute: {modes[next_mode]} or memory.swap: auto, or raise "
+            "pipeline.slices or parallel.pp"
         )
     return footprint.remedy
 

@@ -31,6 +31,7 @@ class StepMetrics:
     bad: BadStep | None = None
     """Of a step whose update was left out, as `train.on_nonfinite: skip` asks for."""
     exchange: ExchangeMetrics | None = None
+    swap: SwapMetrics | None = None
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,26 @@ class ExchangeMetrics:
             tuple(int(value) for value in rows[:, 4]),
             tuple(int(value) for value in rows[:, 5]),
         )
+
+
+@dataclass(frozen=True)
+class SwapMetrics:
+    """Swaps of one step. Seconds are summed over a rank's actions and averaged over ranks; lists are by rank."""
+
+    exposed_s: float
+    """Compute waited so long for copies: out, before their memory was used again (V), and back (R)."""
+    exposed_out_s: float
+    exposed_back_s: float
+    out_bytes: tuple[int, ...]
+    back_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+    """Meant to move, and kept on the device for want of host memory."""
+    pinned_bytes: tuple[int, ...]
+    """Of host memory."""
+
+    @classmethod
+    def of(cls, rows: Tensor) -> SwapMetrics:
+        """rows [p, 6] float64: seconds exposed out and back, bytes out, back, kept and pinned."""
+        out, back = float(rows[:, 0].mean()), float(rows[:, 1].mean())
+        bytes = (tuple(int(value) for value in rows[:, column]) for column in range(2, 6))
+        return cls(out + back, out, back, *bytes)

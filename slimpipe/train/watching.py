@@ -92,6 +92,7 @@ class Watching:
             peak_memory_bytes_by_rank=metrics.peak_memory_bytes,
             busy_seconds_by_rank=metrics.busy_seconds,
             exchange=None if metrics.exchange is None else asdict(metrics.exchange),
+            swap=None if metrics.swap is None else asdict(metrics.swap),
             skipped=metrics.bad is not None,
             notes=tuple(notes),
             carriers=carriers,

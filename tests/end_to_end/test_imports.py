@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"kernels", "plan"},
     "swap": {"kernels"},
     "models": {"config", "kernels"},
-    "runtime": {"schedule", "kernels", "models"},
+    "runtime": {"schedule", "kernels", "models", "swap"},
     "parallel": {"kernels", "runtime"},
     # A package of its own in this: weights are read from checkpoints, and training starts from weights.
     "train.checkpoint": {"runtime"},

@@ -4,6 +4,7 @@ hand."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from slimpipe.train.forecast import Forecast
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from slimpipe.train.startup import describe, remedy
+from slimpipe.train.swapping import plan_swaps
 from tests.numerics.harness import S, batch_of, case, config_of
 from tests.support.cover import Case
 from tests.support.pool import Pool
@@ -266,9 +268,39 @@ def test_a_run_that_does_not_fit_is_told_with_the_knob(monkeypatch: pytest.Monke
     ]
     assert line.startswith("warning: memory of the device: 140.4 GiB; rank 0 is predicted to use 1")
     assert line.endswith(
-        "%, which does not fit. activations take the most: set memory.recompute: norms, or raise pipeline.slices or "
-        "parallel.pp"
+        "%, which does not fit. activations take the most: set memory.recompute: norms or memory.swap: auto, or raise "
+        "pipeline.slices or parallel.pp"
     )
+
+
+def test_a_run_that_swaps_fits_and_says_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128K tokens that recompute only norms: 154 GiB without swap, within 90 % of an H200 with it."""
+    config = big(131072, "norms")
+    memory = config.memory.model_copy(update={"swap": "auto"})
+    config = config.model_copy(update={"memory": memory})
+    bare = on_gpu(config, monkeypatch)
+    monkeypatch.setattr("slimpipe.train.swapping.Forecast", OnGpu)
+    planned = plan_swaps(config, bare.planned, bare.device)
+    run = OnGpu(config, planned, bare.device)
+    assert max(found.total for found in bare.memory) > run.device_bytes
+    assert 0.85 * run.device_bytes < max(found.total for found in run.memory) <= 0.9 * run.device_bytes
+    said = describe(run)
+    assert "swap auto" in said and "warning" not in said
+    assert re.search(r"swap: rank 0 moves the most: \d+ of 32 units a step, [\d.]+ GiB out and back; ", said)
+    less = {rank: bare.memory[rank].terms["activations"] - run.memory[rank].terms["activations"] for rank in (0, 1)}
+    assert planned.swap is not None and all(0 < less[rank] <= planned.swap.moved(rank) for rank in (0, 1))
+    terms = [{**found.terms, "activations": 0} for found in (*bare.memory, *run.memory)]
+    assert terms[:2] == terms[2:]
+
+
+def test_a_run_that_swap_cannot_make_fit_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = big(131072, "norms")
+    memory = config.memory.model_copy(update={"swap": "auto", "gpu_budget_gib": 57.0})
+    config = config.model_copy(update={"memory": memory})
+    bare = on_gpu(config, monkeypatch)
+    monkeypatch.setattr("slimpipe.train.swapping.Forecast", OnGpu)
+    said = describe(OnGpu(config, plan_swaps(config, bare.planned, bare.device), bare.device))
+    assert re.search(r"warning: swap: all that can be moved leaves [\d.]+ GiB above the budget", said)
 
 
 def test_a_run_that_fits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

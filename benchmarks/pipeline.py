@@ -296,8 +296,10 @@ def surprises(on_gpu: bool) -> dict[str, int]:
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:
-    """The step on paper: GEMMs, attention, what of both is recomputed, transfers, norms, copies to the host; no optimizer
-    or launches."""
+    """The step on paper: GEMMs, attention, what of both is recomputed, transfers, norms, copies to the host.
+
+    No optimizer or launches.
+    """
     hardware, swap = load_hardware(CALIBRATED), session.planned.swap
     host = None if swap is None else HostLinks(session.shape.p, swap.bytes, host_link(hardware))
     timeline = predict(config, session.plan, session.exchange, hardware, host)

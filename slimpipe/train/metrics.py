@@ -39,9 +39,9 @@ class StepRecord:
     peak_memory_bytes_by_rank: tuple[int, ...]
     busy_seconds_by_rank: tuple[float, ...]
     exchange: dict[str, Any] | None
-    swap: dict[str, Any] | None
     skipped: bool
     notes: tuple[str, ...]
+    swap: dict[str, Any] | None = None
     carriers: str | None = None
 
     def row(self) -> dict[str, Any]:

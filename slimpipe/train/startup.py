@@ -128,15 +128,14 @@ def _swap(run: Forecast) -> Iterator[str]:
 
 
 def remedy(run: Forecast, footprint: Footprint) -> str:
-    """What to change, most of all; where activations are the most, the next mode of recomputation first."""
+    """What to change, most of all; where activations are the most, the next mode of recomputation first, then swap."""
     largest = max(footprint.terms, key=lambda term: footprint.terms[term])
     modes: tuple[str, ...] = get_args(Recompute)
     next_mode = modes.index(run.config.memory.recompute) + 1
-    if largest == "activations" and next_mode < len(modes):
-        return (
-            f"activations take the most: set memory.recompute: {modes[next_mode]} or memory.swap: auto, or raise "
-            "pipeline.slices or parallel.pp"
-        )
+    ways = [f"memory.recompute: {modes[next_mode]}"] if next_mode < len(modes) else []
+    ways += ["memory.swap: auto"] if run.config.memory.swap == "off" else []
+    if largest == "activations" and ways:
+        return f"activations take the most: set {' or '.join(ways)}, or raise pipeline.slices or parallel.pp"
     return footprint.remedy
 
 

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"config", "data", "models", "train.checkpoint"},
     "calibrate": {"config", "schedule", "plan", "kernels", "runtime", "parallel", "telling"},
     "train": {
-        *("schedule", "kernels", "data", "config", "plan", "parallel", "models", "runtime"),
+        *("schedule", "kernels", "data", "config", "plan", "parallel", "models", "runtime", "swap"),
         *("train.checkpoint", "weights"),
     },
 }

@@ -318,8 +318,16 @@ def test_every_term_has_a_knob() -> None:
 def test_the_next_mode_of_recomputation_is_advised() -> None:
     only = Footprint({"activations": 1})
     found = [remedy(forecast(config_of(case(n=2, recompute=mode))), only) for mode in ("none", "mlp", "full")]
-    assert [text.partition(",")[0].rpartition(": ")[2] for text in found[:2]] == ["norms", "all_but_attention"]
-    assert found[2] == "activations take the most: raise pipeline.slices or parallel.pp"
+    rest = "memory.swap: auto, or raise pipeline.slices or parallel.pp"
+    assert found == [
+        *(
+            f"activations take the most: set memory.recompute: {mode} or {rest}"
+            for mode in ("norms", "all_but_attention")
+        ),
+        f"activations take the most: set {rest}",
+    ]
+    swapped = forecast(config_of(case(n=2, recompute="full"), memory={"recompute": "full", "swap": 0.5}))
+    assert remedy(swapped, only) == "activations take the most: raise pipeline.slices or parallel.pp"
 
 
 def test_of_many_ranks_the_ends_and_the_fullest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ The units' tensors are measured by one forward of each chunk; the plan says from
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from slimpipe.runtime.engine import Engine
@@ -19,30 +21,51 @@ class HostMemoryError(ValueError):
     """There is not as much pinned memory as the swaps need."""
 
 
-def pin_for(
-    engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device, sharers: int
-) -> tuple[int, ...]:
-    """Bytes of a unit of each chunk that move, measured. `sharers`: processes that pin memory of this machine.
+@dataclass(frozen=True)
+class HostNeed:
+    """Of one rank. `uses`: (bytes, begin, end) of each tensor that goes to the host, in places of the rank's list.
 
-    Leaves sums in the gradients like the warm-up, and takes no random numbers. Raises HostMemoryError.
+    `available`: bytes that the machine had when this was found, before any of its ranks took its own; None: not known.
     """
-    swaps = engine.swaps
-    assert swaps is not None
-    chunks = sorted({unit.chunk for unit in engine.swapped})
-    sizes = {chunk: _sizes(engine, chunk, micro_batch, hidden, dtype, device) for chunk in chunks}
+
+    unit_bytes: tuple[int, ...]
+    """What moves of a unit of each chunk, measured."""
+    uses: tuple[tuple[int, int, int], ...]
+    available: int | None
+
+    @property
+    def peak(self) -> int:
+        """Most bytes in use at once."""
+        now = peak = 0
+        # What ends at a moment makes room for what begins there.
+        steps = [(begin, size) for size, begin, _ in self.uses] + [(end, -size) for size, _, end in self.uses]
+        for _, size in sorted(steps):
+            now += size
+            peak = max(peak, now)
+        return peak
+
+
+def host_need(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> HostNeed:
+    """Measures this rank's need. Leaves sums in the gradients like the warm-up, and takes no random numbers."""
+    chunks = {unit.chunk for unit in engine.swapped}
+    sizes = {chunk: _sizes(engine, chunk, micro_batch, hidden, dtype, device) for chunk in sorted(chunks)}
     begins = {action.unit: at for at, action in enumerate(engine.actions) if action.op is Op.OFFLOAD}
     ends = {action.unit: at for at, action in enumerate(engine.actions) if action.op is Op.BACKWARD}
-    uses = [(size, begin, ends[unit]) for unit, begin in begins.items() for size in sizes[unit.chunk]]
-    need, have = _peak(uses), available()
-    if device.type == "cuda" and have is not None and need * sharers > have:
+    uses = tuple((size, begin, ends[unit]) for unit, begin in begins.items() for size in sizes[unit.chunk])
+    unit_bytes = tuple(sum(sizes.get(chunk, ())) for chunk in range(engine.shape.v))
+    return HostNeed(unit_bytes, uses, available() if device.type == "cuda" else None)
+
+
+def pin(engine: Engine, need: HostNeed, together: float) -> None:
+    """Takes the memory. `together`: bytes that this and the machine's other ranks need. Raises HostMemoryError."""
+    if need.available is not None and together > need.available:
         raise HostMemoryError(
-            f"{need / 2**30:.1f} GiB of pinned host memory are needed, by each of {sharers} processes here, and this "
-            f"machine has {have / 2**30:.1f} GiB available"
+            f"{need.peak / 2**30:.1f} GiB of pinned host memory are needed, {together / 2**30:.1f} GiB by all ranks of "
+            f"this machine, which has {need.available / 2**30:.1f} GiB available"
         )
-    problem = swaps.pin(uses)
+    problem = engine.swaps.pin(need.uses) if engine.swaps is not None else None
     if problem is not None:
         raise HostMemoryError(problem)
-    return tuple(sum(sizes.get(chunk, ())) for chunk in range(engine.shape.v))
 
 
 def _sizes(
@@ -69,13 +92,3 @@ def _sizes(
     swaps.forget(unit)
     del out
     return sizes
-
-
-def _peak(uses: list[tuple[int, int, int]]) -> int:
-    """Most bytes in use at once."""
-    now = peak = 0
-    # What ends at a moment makes room for what begins there.
-    for _, size in sorted([(begin, size) for size, begin, _ in uses] + [(end, -size) for size, _, end in uses]):
-        now += size
-        peak = max(peak, now)
-    return peak

@@ -34,7 +34,7 @@ from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.routes import Routes, settle
 from slimpipe.runtime.stage import build_stages, parameter_names
-from slimpipe.runtime.swap_memory import HostMemoryError, pin_for
+from slimpipe.runtime.swap_memory import HostMemoryError, host_need, pin
 from slimpipe.runtime.traffic import Traffic
 from slimpipe.runtime.transport import Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
@@ -463,7 +463,7 @@ class Session:
         self.unit_bytes = warm_up(
             self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
         )
-        if self.swaps is not None:
+        if self.planned.swap is not None and any(self.planned.swap.trips):
             self._pin()
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
@@ -474,10 +474,14 @@ class Session:
 
     def _pin(self) -> None:
         """Takes the host memory that the swaps need. Raises ValueError, naming the key, where it is not to be had."""
-        config, sharers = self.config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        hidden = config.model.hidden_size
+        config = self.config
+        need = host_need(self.engine, config.train.micro_batch, config.model.hidden_size, self.dtype, self.device)
+        self.swap_bytes = need.unit_bytes
+        # All ranks have looked at what there is before the first takes its own.
+        needs = self._gather(torch.tensor([need.peak], dtype=torch.float64, device=self.carrier.memory))
+        here = min(self.shape.p, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         try:
-            self.swap_bytes = pin_for(self.engine, config.train.micro_batch, hidden, self.dtype, self.device, sharers)
+            pin(self.engine, need, together=float(needs.mean()) * here)
         except HostMemoryError as error:
             raise ValueError(
                 f"memory.swap = {config.memory.swap}, rank {self.rank}: {error}; move less (a smaller share, a larger "

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimpipe.runtime.swap_memory import HostMemoryError, HostNeed, pin
 from slimpipe.schedule import Op, PlanError, held_by_units
 from slimpipe.swap import SimulatedStreams
 from slimpipe.train.forecast import Forecast
@@ -226,6 +227,15 @@ def test_no_pinned_memory_to_be_had() -> None:
     streams = SimulatedStreams(pinnable=1 << 12)
     with pytest.raises(ValueError, match=r"memory\.swap = 1\.0, rank 0: .* no pinned host memory beyond .*; move less"):
         Session(config_of(LAYOUT, memory={"swap": 1.0}), streams=streams)
+
+
+def test_less_host_memory_than_all_ranks_need() -> None:
+    need = HostNeed((1 << 30,), ((1 << 30, 0, 4), (1 << 30, 2, 3), (1 << 30, 3, 5)), available=3 << 30)
+    assert need.peak == 2 << 30
+    engine = Session(config_of(LAYOUT)).engine
+    pin(engine, need, together=3 << 30)
+    with pytest.raises(HostMemoryError, match=r"2\.0 GiB of pinned .* 4\.0 GiB by all ranks .* 3\.0 GiB available"):
+        pin(engine, need, together=4 << 30)
 
 
 def test_budgets_that_cannot_be_kept() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from slimpipe.config import ConfigError
 from slimpipe.plan.flops import layer_flops_per_token
 from slimpipe.plan.hardware import HardwareProfile
 from slimpipe.plan.hardware_file import load_hardware
@@ -20,7 +21,7 @@ from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import DEFAULT_FLOPS, MIN_BYTES, SwapSetting, host_link, unit_bytes
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.stage import Stage
-from slimpipe.schedule import HostLinks, PlanError, Timeline, check, exchange_refusal, most_held
+from slimpipe.schedule import HostLinks, Timeline, check, exchange_refusal, most_held
 from slimpipe.swap import UnitSwaps
 from slimpipe.swap.streams import Streams, make_streams
 from slimpipe.swap.units import ARENA_BYTES
@@ -46,7 +47,7 @@ def plan_swaps(
 ) -> Planned:
     """What `make_plan` gave, with the swaps that the settings ask for; proved.
 
-    Raises PlanError, naming the key, where what cannot move is above the GPU budget that is set, or the host budget
+    Raises ConfigError, naming the key, where what cannot move is above the GPU budget that is set, or the host budget
     does not suffice. A GPU that is too small for what `auto` leaves is the forecast's to tell.
     """
     amount = config.memory.swap
@@ -88,10 +89,11 @@ def _budget(config: Config, forecast: Forecast) -> tuple[float, ...] | None:
     stays = [footprint.total - footprint.terms["activations"] for footprint in forecast.memory]
     rank = max(range(len(stays)), key=lambda rank: stays[rank])
     if asked is not None and stays[rank] >= whole:
-        raise PlanError(
+        problem = (
             f"memory.gpu_budget_gib = {asked}: on rank {rank} weights, gradients, optimizer, keys and values and all "
             f"else that cannot move take {stays[rank] / GIB:.3g} GiB; set it above that, or raise parallel.pp"
         )
+        raise ConfigError([problem])
     return tuple(max(0.0, whole - bytes) for bytes in stays)
 
 
@@ -103,11 +105,12 @@ def _refuse_host_budget(config: Config, setting: SwapSetting, planned: Planned) 
     for rank, actions in enumerate(planned.plan.ranks):
         need = most_held(actions, sizes.held[rank], sizes.movable[rank]).host
         if need > budget * GIB:
-            raise PlanError(
+            problem = (
                 f"memory.host_budget_gib = {budget}: rank {rank} needs {need / GIB:.3g} GiB of host memory for "
                 f"memory.swap = {config.memory.swap}; raise it, or move less (a smaller share, or more "
                 "memory.recompute)"
             )
+            raise ConfigError([problem])
 
 
 def in_seconds(

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimpipe.config import ConfigError
 from slimpipe.runtime.swap_memory import HostMemoryError, HostNeed, pin
-from slimpipe.schedule import Op, PlanError, held_by_units
+from slimpipe.schedule import Op, held_by_units
 from slimpipe.swap import SimulatedStreams
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.planning import make_plan
@@ -245,9 +246,9 @@ def test_less_host_memory_than_all_ranks_need() -> None:
 
 def test_budgets_that_cannot_be_kept() -> None:
     plan = make_plan(config_of(LAYOUT))
-    with pytest.raises(PlanError, match=r"memory\.gpu_budget_gib = 1e-06: on rank 0 weights, .*; set it above that"):
+    with pytest.raises(ConfigError, match=r"memory\.gpu_budget_gib = 1e-06: on rank 0 weights, .*; set it above that"):
         plan_swaps(config_of(LAYOUT, memory={"swap": "auto", "gpu_budget_gib": 1e-6}), plan, CPU)
-    with pytest.raises(PlanError, match=r"memory\.host_budget_gib = 1e-06: rank 0 needs .* GiB of host memory"):
+    with pytest.raises(ConfigError, match=r"memory\.host_budget_gib = 1e-06: rank 0 needs .* GiB of host memory"):
         plan_swaps(config_of(LAYOUT, memory={"swap": 0.5, "host_budget_gib": 1e-6}), plan, CPU)
 
 

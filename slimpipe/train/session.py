@@ -32,26 +32,25 @@ from slimpipe.runtime.collectives import Collectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.loans import Loans
-from slimpipe.runtime.routes import Routes, settle
+from slimpipe.runtime.routes import Routes
 from slimpipe.runtime.stage import build_stages, parameter_names
-from slimpipe.runtime.swap_memory import HostMemoryError, host_need, pin
-from slimpipe.runtime.traffic import Traffic
 from slimpipe.runtime.transport import Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
 from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
-from slimpipe.schedule import links, place_layers
+from slimpipe.schedule import place_layers
 from slimpipe.swap.streams import Streams
 from slimpipe.train.attention import choose_attention
 from slimpipe.train.batch import check_batch, to_device
+from slimpipe.train.between import BetweenRanks
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.evaluation import Evaluation
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
-from slimpipe.train.rings import exchange_need, pass_sizes, rings_by_rank
+from slimpipe.train.rings import rings_by_rank
 from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics, SwapMetrics
-from slimpipe.train.swapping import make_swaps, plan_swaps
+from slimpipe.train.swapping import make_swaps, pin_host_memory, plan_swaps
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -93,10 +92,11 @@ class Session:
         self.plan, self.exchange = self.planned.plan, self.planned.exchange
         self.placement = place_layers(config.model.layers, self.shape.stages, config.pipeline.layers_per_stage)
 
-        self.routes: Routes | None = None
-        self._traffic: Traffic | None = None
+        self.progress.now("choosing carriers")
+        self._between = None
         if transport is None:
-            self._settle_routes()
+            self._between = BetweenRanks(config, self.planned, self.carrier, self.group, self.rank)
+        self.routes: Routes | None = None if self._between is None else self._between.routes
         self.progress.now("choosing attention")
         backend, self.attention = choose_attention(config, self.carrier, self.group)
         self.progress.now("building the model")
@@ -143,14 +143,11 @@ class Session:
         self.ce_chunk = output_chunk(config, free)
         vocabulary = None
         if shards is not None:
-            traffic = collectives
-            if traffic is None:
-                assert self._traffic is not None
-                traffic = self._traffic.collectives(pass_sizes(config))
+            traffic = collectives if collectives is not None else self._own_between().collectives()
             vocabulary = VocabularyPasses(shards, traffic, self.shape.p, self.rank, self.clock, self.ce_chunk)
         loans = None
         if self.exchange is not None:
-            between = exchange_traffic if exchange_traffic is not None else self._make_exchange_traffic()
+            between = exchange_traffic if exchange_traffic is not None else self._own_between().exchange()
             keep = config.pipeline.exchange_keep == "kv"
             loans = Loans(self.exchange, self.rank, between, backend, self.clock, keep)
         self.swaps = None
@@ -161,7 +158,7 @@ class Session:
             self.plan,
             self.rank,
             self.stages,
-            transport if transport is not None else self._make_transport(),
+            transport if transport is not None else self._own_between().transport(self.dtype),
             self.clock,
             backend,
             self.slice_tokens,
@@ -408,48 +405,25 @@ class Session:
         layers = max(len(stage.layers) for stage in self.stages)
         return self.planned.peaks.units[self.rank] * layers * layer + 32 * SMALL
 
-    def _settle_routes(self) -> None:
-        """Which carrier takes what between whom. Raises ValueError where `parallel.carrier` names one that cannot."""
-        self.progress.now("choosing carriers")
-        self.routes = settle(self.carrier, self.group, [*self._senders(), *self._lenders()])
-        self._traffic = Traffic(self.routes, self.rank, self._ranks(), self.carrier)
-
-    def _senders(self) -> list[tuple[int, int]]:
-        return [(link.src, link.dst) for link in links(self.plan)]
-
-    def _lenders(self) -> list[tuple[int, int]]:
-        return [] if self.exchange is None else [(loan.owner, loan.helper) for loan in self.exchange.loans]
+    def _own_between(self) -> BetweenRanks:
+        assert self._between is not None, "whoever brings a transport brings the rest of the traffic"
+        return self._between
 
     @property
     def carriers(self) -> str | None:
         """What moves what between ranks, in words; None for a run of one rank, and in tests with a transport of their
         own."""
-        if self.routes is None or self.group is None:
-            return None
-        return self.routes.describe(links(self.plan), self._lenders(), pass_sizes(self.config) is not None)
+        return None if self._between is None else self._between.carriers
 
     @property
     def shared_bytes(self) -> int:
         """Memory that other ranks read, beside what torch's allocator counts."""
-        return 0 if self._traffic is None else self._traffic.shared_bytes
+        return 0 if self._between is None else self._between.shared_bytes
 
     def device_doing(self) -> str | None:
         """The first thing that the device has not finished, and whom it waits for, for the watchdog; None without."""
-        waits = None if self._traffic is None else self._traffic.waits()
+        waits = None if self._between is None else self._between.waits()
         return ", waiting ".join(filter(None, (self.clock.unfinished(), waits))) or None
-
-    def _ranks(self) -> list[int]:
-        """Global ranks of the pipeline's."""
-        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
-
-    def _make_transport(self) -> Transport:
-        assert self._traffic is not None
-        size = (self.config.train.micro_batch, self.slice_tokens, self.config.model.hidden_size)
-        return self._traffic.transport(links(self.plan), size, self.dtype, self.planned.send_window)
-
-    def _make_exchange_traffic(self) -> ExchangeTraffic:
-        assert self._traffic is not None and self.exchange is not None
-        return self._traffic.exchange(exchange_need(self.config, self.exchange))
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """The group of first and last pipeline rank, on those two, where they hold copies of one weight."""
@@ -464,7 +438,7 @@ class Session:
             self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
         )
         if self.planned.swap is not None and any(self.planned.swap.trips):
-            self._pin()
+            self.swap_bytes = pin_host_memory(self.config, self.engine, self.rank, self.device, self._together)
         self.gradient_buffer.zero()
         if self.device.type == "cuda":
             _ = self.optimizer  # its memory comes before what is left is reserved
@@ -472,22 +446,10 @@ class Session:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _pin(self) -> None:
-        """Takes the host memory that the swaps need. Raises ValueError, naming the key, where it is not to be had."""
-        config = self.config
-        need = host_need(self.engine, config.train.micro_batch, config.model.hidden_size, self.dtype, self.device)
-        self.swap_bytes = need.unit_bytes
-        # All ranks have looked at what there is before the first takes its own.
-        needs = self._gather(torch.tensor([need.peak], dtype=torch.float64, device=self.carrier.memory))
-        here = min(self.shape.p, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        try:
-            pin(self.engine, need, together=float(needs.mean()) * here)
-        except HostMemoryError as error:
-            raise ValueError(
-                f"memory.swap = {config.memory.swap}, rank {self.rank}: {error}; move less (a smaller share, a larger "
-                "memory.gpu_budget_gib, or more recomputation by memory.recompute), or give the run more host memory "
-                "(memory.host_budget_gib, the container's limit, ulimit -l)"
-            ) from error
+    def _together(self, nbytes: int) -> float:
+        """All ranks' bytes on this machine, their mean taken for each."""
+        needs = self._gather(torch.tensor([nbytes], dtype=torch.float64, device=self.carrier.memory))
+        return float(needs.mean()) * min(self.shape.p, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":

@@ -20,7 +20,9 @@ from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import DEFAULT_FLOPS, MIN_BYTES, SwapSetting, host_link, unit_bytes
 from slimpipe.runtime.clock import Clock
+from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.stage import Stage
+from slimpipe.runtime.swap_memory import HostMemoryError, host_need, pin
 from slimpipe.schedule import HostLinks, Timeline, check, exchange_refusal, most_held
 from slimpipe.swap import UnitSwaps
 from slimpipe.swap.streams import Streams, make_streams
@@ -151,3 +153,25 @@ def make_swaps(
         lambda inward: clock.waiting("R" if inward else "V"),
         ARENA_BYTES if device.type == "cuda" else 1 << 20,
     )
+
+
+def pin_host_memory(
+    config: Config, engine: Engine, rank: int, device: torch.device, together: Callable[[int], float]
+) -> tuple[int, ...]:
+    """Takes the host memory that the swaps need. Bytes of a unit of each chunk that can go there, measured.
+
+    `together(nbytes)`: what all ranks of this machine need, of which this one needs `nbytes`; collective: all ranks
+    have looked at what there is before the first takes its own. Raises ValueError, naming the key, where it is not to
+    be had.
+    """
+    dtype = DTYPES[config.train.dtype]
+    need = host_need(engine, config.train.micro_batch, config.model.hidden_size, dtype, device)
+    try:
+        pin(engine, need, together(need.peak))
+    except HostMemoryError as error:
+        raise ValueError(
+            f"memory.swap = {config.memory.swap}, rank {rank}: {error}; move less (a smaller share, a larger "
+            "memory.gpu_budget_gib, or more recomputation by memory.recompute), or give the run more host memory "
+            "(memory.host_budget_gib, the container's limit, ulimit -l)"
+        ) from error
+    return need.unit_bytes

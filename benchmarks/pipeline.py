@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import jobs, kernel_trace, record
+from benchmarks import jobs, kernel_trace, on_paper, record
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
@@ -35,6 +35,7 @@ from slimpipe.train.session import Session
 from slimpipe.train.step_metrics import StepMetrics
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.jsonl"
+PREDICTIONS = RESULTS.with_name("pipeline_predictions.jsonl")
 PROFILE = Path(__file__).parents[1] / "configs" / "hardware" / "h200_facts_nccl.yaml"
 CALIBRATED = PROFILE.with_name("h200.yaml")
 """What `slimpipe calibrate` measured: for what the step should take. The cases' cost tests keep PROFILE's rates."""
@@ -397,6 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", choices=CASES, help="cases to run (default: all)")
+    parser.add_argument("--predict", action="store_true", help="what cases take on paper, on no GPU")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
@@ -412,6 +414,13 @@ def main() -> None:
     shared = {"ranks": options.ranks, "layers": options.layers, "steps": options.steps, "profile": options.profile}
     shared |= {"carrier": options.carrier, "collectives": options.collectives}
     cases = {name: CASES[name] | shared for name in options.only or CASES}
+    if options.predict:
+        for name, case in cases.items():
+            command = f"python -m benchmarks.pipeline --predict --only {name}"
+            found = on_paper.row(config_of(case), load_hardware(CALIBRATED))
+            print(f"{name}: {found}", flush=True)
+            record.append(PREDICTIONS, {"case": name, **found, **record.circumstances(command)})
+        return
     rows = []
     for name, found in jobs.run("benchmarks.pipeline", list(cases.items()), options.ranks, options.limit):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run before it starts. `device`: of this process."""
+    """A run before it starts. `device`: of this process. `assumed_bytes`: of the memory of a GPU that is not here."""
 
     config: Config
     planned: Planned
     device: torch.device
+    assumed_bytes: int | None = None
 
     @cached_property
     def placement(self) -> tuple[range, ...]:
@@ -49,8 +50,8 @@ class Forecast:
     @cached_property
     def device_bytes(self) -> int | None:
         """Of the device's memory; None for the CPU, whose ranks share the machine's with all else."""
-        if self.device.type != "cuda":
-            return None
+        if self.assumed_bytes is not None or self.device.type != "cuda":
+            return self.assumed_bytes
         total: int = torch.cuda.get_device_properties(self.device).total_memory
         return total
 
@@ -65,21 +66,9 @@ class Forecast:
     @cached_property
     def memory(self) -> tuple[Footprint, ...]:
         """By rank."""
-        planned, near = self.planned, near_by_settings(self.config)
-        return Footprints(
-            self.config,
-            planned.plan,
-            planned.peaks,
-            planned.exchange,
-            self.placement,
-            self.parameters,
-            self.chunk,
-            planned.send_window,
-            fused=fuse.is_available(self.device),
-            near=near,
-            rings=rings_by_rank(self.config, planned, near),
-            swap=planned.swap,
-        ).ranks
+        fused = self.assumed_bytes is not None or fuse.is_available(self.device)
+        near = near_by_settings(self.config)
+        return footprints(self.config, self.planned, self.placement, self.parameters, self.chunk, fused, near).ranks
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -95,6 +84,32 @@ class Forecast:
             float(sum(len(self.placement[shape.stage(rank, chunk)]) for chunk in range(shape.v)))
             for rank in range(shape.p)
         )
+
+
+def footprints(
+    config: Config,
+    planned: Planned,
+    placement: Sequence[range],
+    parameters: Sequence[int],
+    chunk: int,
+    fused: bool,
+    near: Sequence[Sequence[int]],
+) -> Footprints:
+    """Of every rank. Arguments as `Footprints` has them; `chunk`: tokens a chunk of the output layer."""
+    return Footprints(
+        config,
+        planned.plan,
+        planned.peaks,
+        planned.exchange,
+        placement,
+        parameters,
+        chunk,
+        planned.send_window,
+        fused=fused,
+        near=near,
+        rings=rings_by_rank(config, planned, near),
+        swap=planned.swap,
+    )
 
 
 def rank_parameters(model: nn.Module, placement: Sequence[range], shape: Shape, vocabulary: bool) -> list[int]:

@@ -10,6 +10,7 @@ from slimpipe.runtime.symmetric.collectives import Sizes
 from slimpipe.runtime.traffic import ring_bytes
 from slimpipe.schedule import Exchange, links
 from slimpipe.schedule.exchange_report import pair_bytes
+from slimpipe.train.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -60,4 +61,4 @@ def _tokens(config: Config) -> int:
 
 
 def _element(config: Config) -> int:
-    return 2 if config.train.dtype == "bfloat16" else 4
+    return DTYPES[config.train.dtype].itemsize

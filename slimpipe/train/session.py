@@ -24,7 +24,7 @@ from slimpipe.parallel.gradients import (
 )
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
-from slimpipe.plan.footprint import Footprint, Footprints
+from slimpipe.plan.footprint import Footprint
 from slimpipe.plan.memory import output_chunk, small_tensor_bytes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.clock import StepTime, make_clock
@@ -46,9 +46,9 @@ from slimpipe.train.between import BetweenRanks
 from slimpipe.train.checkpoint import Part, State
 from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.evaluation import Evaluation
+from slimpipe.train.forecast import footprints
 from slimpipe.train.nonfinite import BadStep, refusal
 from slimpipe.train.planning import Planned, make_plan
-from slimpipe.train.rings import rings_by_rank
 from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics, SwapMetrics
 from slimpipe.train.swapping import make_swaps, pin_host_memory, plan_swaps
 
@@ -377,20 +377,10 @@ class Session:
     def footprint(self) -> Footprint:
         """This rank's memory as predicted, by term."""
         near = () if self.routes is None else self.routes.groups
-        return Footprints(
-            self.config,
-            self.plan,
-            self.planned.peaks,
-            self.exchange,
-            self.placement,
-            [sum(parameter.numel() for parameter in self.parameters.values())] * self.shape.p,
-            self.ce_chunk,
-            self.planned.send_window,
-            fused=fuse.is_available(self.device),
-            near=near,
-            rings=rings_by_rank(self.config, self.planned, near),
-            swap=self.planned.swap,
-        ).ranks[self.rank]
+        parameters = [sum(parameter.numel() for parameter in self.parameters.values())] * self.shape.p
+        fused = fuse.is_available(self.device)
+        found = footprints(self.config, self.planned, self.placement, parameters, self.ce_chunk, fused, near)
+        return found.ranks[self.rank]
 
     @property
     def to_reserve(self) -> int:

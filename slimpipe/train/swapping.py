@@ -45,9 +45,13 @@ def least_bytes(device: torch.device) -> int:
 
 
 def plan_swaps(
-    config: Config, planned: Planned, device: torch.device, progress: Callable[[str], None] = lambda what: None
+    config: Config,
+    planned: Planned,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda what: None,
+    assumed_bytes: int | None = None,
 ) -> Planned:
-    """What `make_plan` gave, with the swaps that the settings ask for; proved.
+    """What `make_plan` gave, with the swaps that the settings ask for; proved. `assumed_bytes`: as `Forecast` has it.
 
     Raises ConfigError, naming the key, where what cannot move is above the GPU budget that is set, or the host budget
     does not suffice. A GPU that is too small for what `auto` leaves is the forecast's to tell.
@@ -56,7 +60,7 @@ def plan_swaps(
     if amount == "off":
         return planned
     progress("placing the swaps")
-    forecast = Forecast(config, planned, device)
+    forecast = Forecast(config, planned, device, assumed_bytes)
     sizes = unit_bytes(
         config.model,
         config.memory.recompute,

@@ -1,0 +1,105 @@
+"""The sections `parallel` and `pipeline`: which processes share the work, and in which order they do it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from slimpipe.config.allowed import Allowed
+from slimpipe.config.section import Planned, Section
+from slimpipe.config.sections.coerce import as_tuple
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+class ParallelConfig(Section):
+    """How many processes share the work, along each axis. Their product is the number of processes."""
+
+    path: ClassVar[str] = "parallel"
+    pp: PositiveInt = Field(default=1, description="Pipeline ranks p: layers are spread over them.")
+    tp: Annotated[PositiveInt, Allowed("1"), Planned("tensor parallelism", when=_above_one)] = Field(
+        default=1, description="Tensor-parallel ranks."
+    )
+    cp: Annotated[PositiveInt, Allowed("1"), Planned("context parallelism", when=_above_one)] = Field(
+        default=1, description="Context-parallel ranks."
+    )
+    ep: Annotated[PositiveInt, Allowed("1"), Planned("expert parallelism", when=_above_one)] = Field(
+        default=1, description="Expert-parallel ranks, taken from the data-parallel ones."
+    )
+    dp: Annotated[PositiveInt, Allowed("1"), Planned("data parallelism", when=_above_one)] = Field(
+        default=1, description="Data-parallel ranks."
+    )
+    carrier: Literal["auto", "nccl", "symmetric", "host"] = Field(
+        default="auto",
+        description="What moves tensors between ranks. `auto`: NCCL between GPUs, gloo between CPUs. `symmetric`: "
+        "sends and the exchange by copy engine, through memory that the GPUs of a node share (new: docs/carriers.md "
+        "says what has been run); collectives by NCCL. `host`: gloo, through host memory: slow, but several processes "
+        "can share a GPU.",
+    )
+    collectives: Literal["auto", "symmetric"] = Field(
+        default="auto",
+        description="What moves the vocabulary passes' tensors. `auto`: NCCL, or gloo where that moves the others too. "
+        "`symmetric`: as the sends of `parallel.carrier: symmetric`, which it needs; not yet run on GPUs.",
+    )
+    nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
+        default=None,
+        description="Most thread blocks, so at most as many of the GPU's processors, that one NCCL transfer between "
+        "pipeline ranks holds, also while it waits for the other side. Default: three quarters of them shared out "
+        "among a rank's communicators (14 on an H200 with vocabulary passes and exchange), so that transfers that wait "
+        "cannot keep another from starting.",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Processes the run needs. Experts live on data-parallel ranks and add none."""
+        return self.pp * self.tp * self.cp * self.dp
+
+
+class PipelineConfig(Section):
+    """The schedule."""
+
+    path: ClassVar[str] = "pipeline"
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "slimpipe"],
+        Planned("this schedule", ("terapipe", "seq1f1b", "zb_v", "v_half", "v_min")),
+    ] = Field(
+        default="slimpipe", description="Order of forwards and backwards. All but `slimpipe` run whole sequences."
+    )
+    slices: PositiveInt = Field(default=1, description="Slices n a sequence; divides `data.sequence_length`.")
+    virtual_stages: PositiveInt = Field(
+        default=1, description="Model chunks v a rank. Above 1, `slimpipe` needs `slices` >= `parallel.pp`."
+    )
+    layers_per_stage: Annotated[tuple[PositiveInt, ...] | None, BeforeValidator(as_tuple)] = Field(
+        default=None, description="Layers of each of the pp x v stages in turn. Default: as even as can be."
+    )
+    exchange: Literal["off", "pairwise", "balanced"] = Field(
+        default="off",
+        description="How ranks share attention work: not; in pairs, as the SlimPipe paper has it; or over all ranks, "
+        "idle ones too. Needs schedule `slimpipe` and equally many layers a stage.",
+    )
+    exchange_granule: PositiveInt | None = Field(
+        default=None, description="Loans start and stop at multiples of so many tokens. Default: a quarter of a slice."
+    )
+    exchange_keep: Literal["none", "kv"] = Field(
+        default="none", description="`kv`: helpers hold lent keys and values until the backward where they can."
+    )
+    hardware: Annotated[str | None, Allowed("a path or null")] = Field(
+        default=None,
+        description="Hardware profile (YAML) by whose rates and links the exchange is planned: loans that cost more "
+        "than they save are not made, and `exchange_granule` is chosen. Default: every loan is made. Also what "
+        "`memory.swap` takes the times of slices and copies from; default: an H200's.",
+    )
+    receives_ahead: Annotated[int | None, Field(ge=0, le=2), Allowed("0, 1, 2 or null")] = Field(
+        default=None,
+        description="Actions by which a receive is posted before its tensor is used. A receive of NCCL's occupies part "
+        "of the GPU from then on. Default: 0 with vocabulary passes or exchange, else 2.",
+    )
+    vocab_parallel: Annotated[bool | None, Allowed("true, false or null")] = Field(
+        default=None,
+        description="Whether embedding and output layer are spread over all pipeline ranks. "
+        "Default: with schedule `slimpipe`, whose ranks are in phase.",
+    )
+    trace: bool = Field(default=False, description="Print every action and transfer.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimpipe.kernels import fuse
 from slimpipe.kernels.cross_entropy import IGNORE, Loss
 from slimpipe.models.contract import build_model
-from slimpipe.parallel.gradients import (
-    BadGradients,
-    GradientBuffer,
-    bad_gradients,
-    clip,
-    norm_and_loss,
-    sum_over,
-    sum_tied,
-)
+from slimpipe.parallel.gradients import GradientBuffer, clip, norm_and_loss, sum_over, sum_tied
 from slimpipe.parallel.mesh import build_mesh
 from slimpipe.parallel.optimizer import MasterAdamW, learning_rate
 from slimpipe.plan.footprint import Footprint
-from slimpipe.plan.memory import output_chunk, small_tensor_bytes
+from slimpipe.plan.memory import output_chunk
 from slimpipe.runtime.carrier import Carrier
-from slimpipe.runtime.clock import StepTime, make_clock
+from slimpipe.runtime.clock import make_clock
 from slimpipe.runtime.collectives import Collectives
 from slimpipe.runtime.engine import Batch, Engine
 from slimpipe.runtime.exchange import ExchangeTraffic
@@ -36,21 +26,23 @@ from slimpipe.runtime.routes import Routes
 from slimpipe.runtime.stage import build_stages, parameter_names
 from slimpipe.runtime.transport import Transport
 from slimpipe.runtime.vocabulary import Shard, Shards, VocabularyPasses, build_shards
-from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
 from slimpipe.runtime.watchdog import Progress
 from slimpipe.schedule import place_layers
 from slimpipe.swap.streams import Streams
 from slimpipe.train.attention import choose_attention
 from slimpipe.train.batch import check_batch, to_device
 from slimpipe.train.between import BetweenRanks
-from slimpipe.train.checkpoint import Part, State
+from slimpipe.train.checkpoint import State
 from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.evaluation import Evaluation
-from slimpipe.train.forecast import footprints
-from slimpipe.train.nonfinite import BadStep, refusal
+from slimpipe.train.first_bad import find_bad_step
+from slimpipe.train.nonfinite import refusal
 from slimpipe.train.planning import Planned, make_plan
-from slimpipe.train.step_metrics import ExchangeMetrics, StepMetrics, SwapMetrics
-from slimpipe.train.swapping import make_swaps, pin_host_memory, plan_swaps
+from slimpipe.train.state import live_state, real_rows
+from slimpipe.train.step_memory import bytes_to_reserve, footprint, warm_up_and_reserve
+from slimpipe.train.step_metrics import StepMetrics
+from slimpipe.train.step_rows import StepRows
+from slimpipe.train.swapping import make_swaps, plan_swaps
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -103,7 +95,8 @@ class Session:
         model = build_model(config)
         # Asked before the stages are cut out: those take their own parameters off the whole model.
         self._tied = None if config.vocab_parallel else _tied_name(model)
-        self._names = tuple(parameter_names(model).values())
+        self.names = tuple(parameter_names(model).values())
+        """Of the whole model's parameters, the embedding's first."""
         values: Any = {
             "std": config.model.init_std,
             "seed": config.train.seed,
@@ -131,8 +124,6 @@ class Session:
         self._optimizer: MasterAdamW | None = None
         self._evaluation: Evaluation | None = None
         self.steps_done = 0
-        self.swap_bytes: tuple[int, ...] = ()
-        """Bytes of a unit of each chunk that can go to the host, measured; nothing where none does."""
         self.before_update: Callable[[], None] = lambda: None
         """Called in each step before weights and moments change: whoever is still copying them has them wait."""
 
@@ -170,7 +161,9 @@ class Session:
             trace,
             swaps=self.swaps,
         )
-        self._warm_up()
+        self.unit_bytes, self.swap_bytes = warm_up_and_reserve(self)
+        """Bytes that one unit keeps for its backward in the largest chunk; and of a unit of each chunk what can go to
+        the host, nothing where none does. Measured; the first on a GPU alone."""
 
     @property
     def optimizer(self) -> MasterAdamW:
@@ -191,42 +184,23 @@ class Session:
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's parameters by layout-free name; of those in `shards` only the rank's rows."""
-        return {name: self._real_rows(name, parameter.data) for name, parameter in self.parameters.items()}
+        return {name: real_rows(name, parameter.data, self.shards) for name, parameter in self.parameters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's fp32 gradients of the last step by layout-free name; of those in `shards` only its own rows."""
-        return {name: self._real_rows(name, gradient) for name, gradient in self.gradient_buffer.views().items()}
-
-    def _real_rows(self, name: str, tensor: Tensor) -> Tensor:
-        """Without the padding of a vocabulary shard."""
-        return tensor[: self.shards[name].rows.count] if name in self.shards else tensor
+        return {name: real_rows(name, gradient, self.shards) for name, gradient in self.gradient_buffer.views().items()}
 
     def state(self) -> State:
         """What a checkpoint holds of this rank (`slimpipe.train.checkpoint`): fp32 weights, moments, counts of steps.
 
         The tensors are the live ones: filling them restores the state, once `restored` has been called.
         """
-        state = {
-            "step": Part.whole(torch.tensor(self.steps_done)),
-            "optimizer.updates": Part.whole(self.optimizer.updates),
-        }
-        for name, master in self.optimizer.masters.items():
-            state[f"model.{name}"] = self._part(name, master.data)
-        for key, moment in self.optimizer.state().items():
-            state[f"optimizer.{key}"] = self._part(key.rsplit(".", 1)[0], moment)
-        return state
+        return live_state(self.steps_done, self.optimizer, self.shards)
 
     def restored(self, state: State) -> None:
         """To be called with what `state` gave, once its tensors hold the values of a checkpoint."""
         self.steps_done = int(state["step"].tensor)
         self.optimizer.restored()
-
-    def _part(self, name: str, tensor: Tensor) -> Part:
-        """A vocabulary shard by its place in the whole weight: no layout in the checkpoint."""
-        if name not in self.shards:
-            return Part.whole(tensor)
-        rows = self.shards[name].rows
-        return Part.rows(self._real_rows(name, tensor), rows.first, rows.total)
 
     def step_gradients(self, tokens: Tensor, labels: Tensor) -> float:
         """Forward and backward of one global batch, no update. The loss, the same on every rank.
@@ -274,76 +248,12 @@ class Session:
         self.progress.now("waiting for the device at the end of the step")
         time = self.clock.stop()
         self.progress.now("metrics")
-        told_apart = (action.op for action in self.engine.actions)
-        kinds = sorted({op.value for op in told_apart if not (op.is_transfer or op.is_help or op.is_swap)})
-        if self.exchange is not None:
-            kinds += ["exchange B", "exchange F"]
-        if self.planned.swap is not None:  # on a rank that moves nothing too: all ranks' rows are as long
-            kinds += ["R", "V"]
-        waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
-        mine = [time.total, time.idle_share, self._peak_memory(), *waited]
-        exchanged, swapped = self._exchanged(time), self._swapped(time)
-        parts = (exchanged, swapped, mine)
-        row = [value for part in parts for value in part]
-        rows = self._gather(torch.tensor(row, dtype=torch.float64, device=self.carrier.memory))
-        exchanges, swaps, rows = rows.split([len(part) for part in parts], dim=1)
-        bad = self._bad_step(float(loss), float(norm), tokens, labels, places) if float(skip) else None
+        rows = StepRows.gather(self, time)
+        bad = find_bad_step(self, float(loss), float(norm), tokens, labels, places) if float(skip) else None
         if bad is not None and self.config.train.on_nonfinite == "stop":
             raise refusal(bad)
         self.steps_done += 1
-        return StepMetrics(
-            loss=float(loss),
-            grad_norm=float(norm),
-            lr=rate,
-            seconds=float(rows[:, 0].max()),
-            waits=dict(zip(kinds, rows[:, 3:].mean(0).tolist(), strict=True)),
-            bubble=float(rows[:, 1].mean()),
-            bubble_by_rank=tuple(rows[:, 1].tolist()),
-            peak_memory_bytes=tuple(int(value) for value in rows[:, 2]),
-            busy_seconds=tuple((rows[:, 0] * (1 - rows[:, 1])).tolist()),
-            bad=bad,
-            exchange=ExchangeMetrics.of(exchanges) if exchanged else None,
-            swap=SwapMetrics.of(swaps) if swapped else None,
-        )
-
-    def _exchanged(self, time: StepTime) -> list[float]:
-        """This rank's part of the exchange in a step, for `ExchangeMetrics.of`; nothing without exchange."""
-        loans = self.engine.loans
-        if loans is None:
-            return []
-        slots = list(time.waits_at.values())
-        if self.trace is not None:
-            for action, waited in time.waits_at.items():
-                self.trace(f"rank {self.rank}: {action} waited {1e3 * waited:.2f} ms for its exchange")
-        kinds = ("exchange F", "exchange B")
-        exposed, under_way = (sum(found.get(kind, 0.0) for kind in kinds) for found in (time.waits, time.under_way))
-        moved = loans.moved
-        return [exposed, under_way, len(slots), max(slots, default=0.0), moved.sent, moved.received]
-
-    def _swapped(self, time: StepTime) -> list[float]:
-        """This rank's swaps of a step, for `SwapMetrics.of`; nothing where nothing is to move on any rank."""
-        if self.planned.swap is None:
-            return []
-        found = self.swaps
-        moved = [0, 0, 0, 0] if found is None else [found.moved_out, found.moved_in, found.kept, found.arenas.pinned]
-        return [time.waits.get("V", 0.0), time.waits.get("R", 0.0), *moved]
-
-    def _bad_step(self, loss: float, norm: float, tokens: Tensor, labels: Tensor, places: Sequence[object]) -> BadStep:
-        """Looks for where a step went wrong: the gradients of every rank, and the batch again, forward only."""
-        self.progress.now("search for the first bad parameter")
-        order = {name: place for place, name in enumerate(self._names)}
-        mine = bad_gradients(self.gradients(), order)
-        rows = self._gather(
-            torch.tensor([mine.last, mine.values, mine.parameters], dtype=torch.float64, device=self.carrier.memory)
-        )
-        found = [BadGradients(*row) for row in rows.long().tolist()]
-        again = self.token_losses(tokens, labels)
-        where = None
-        for sequence, token in (~again.isfinite()).nonzero()[:1].tolist():
-            start = token // self.slice_tokens * self.slice_tokens
-            where = (sequence, start, start + self.slice_tokens - 1)
-        told = tuple(str(place) for place in places) or tuple(f"sequence {i}" for i in range(len(tokens)))
-        return BadStep(self.steps_done + 1, loss, norm, self._names, tuple(found), where, told)
+        return rows.metrics(float(loss), float(norm), rate, bad)
 
     def _run(self, tokens: Tensor, labels: Tensor) -> Tensor:
         valid = int((labels != IGNORE).sum())
@@ -376,24 +286,12 @@ class Session:
     @property
     def footprint(self) -> Footprint:
         """This rank's memory as predicted, by term."""
-        near = () if self.routes is None else self.routes.groups
-        parameters = [sum(parameter.numel() for parameter in self.parameters.values())] * self.shape.p
-        fused = fuse.is_available(self.device)
-        found = footprints(self.config, self.planned, self.placement, parameters, self.ce_chunk, fused, near)
-        return found.ranks[self.rank]
+        return footprint(self)
 
     @property
     def to_reserve(self) -> int:
-        """Bytes that torch's allocator should have for a step, shared memory not among them: a hundredth more than
-        predicted, for what the prediction may be short of and for pieces that do not fit where one was free."""
-        return int(1.01 * self.footprint.own)
-
-    def _small_bytes(self) -> int:
-        """What a step keeps in small tensors: statistics of the units in flight, and a few MiB of all sorts."""
-        tokens = self.slice_tokens * self.config.train.micro_batch
-        layer = small_tensor_bytes(self.config.model, self.config.memory.recompute, tokens, SMALL, self.dtype.itemsize)
-        layers = max(len(stage.layers) for stage in self.stages)
-        return self.planned.peaks.units[self.rank] * layers * layer + 32 * SMALL
+        """Bytes that torch's allocator should have for a step, shared memory not among them."""
+        return bytes_to_reserve(self)
 
     def _own_between(self) -> BetweenRanks:
         assert self._between is not None, "whoever brings a transport brings the rest of the traffic"
@@ -423,32 +321,7 @@ class Session:
         group = dist.new_group([ranks[0], ranks[-1]], group_desc="tied embedding")
         return group if self.rank in (0, self.shape.p - 1) else None
 
-    def _warm_up(self) -> None:
-        self.unit_bytes = warm_up(
-            self.engine, self.config.train.micro_batch, self.config.model.hidden_size, self.dtype, self.device
-        )
-        if self.planned.swap is not None and any(self.planned.swap.trips):
-            self.swap_bytes = pin_host_memory(self.config, self.engine, self.rank, self.device, self._together)
-        self.gradient_buffer.zero()
-        if self.device.type == "cuda":
-            _ = self.optimizer  # its memory comes before what is left is reserved
-            reserve(self.to_reserve, self._small_bytes(), self.device)
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _together(self, nbytes: int) -> float:
-        """All ranks' bytes on this machine, their mean taken for each."""
-        needs = self._gather(torch.tensor([nbytes], dtype=torch.float64, device=self.carrier.memory))
-        return float(needs.mean()) * min(self.shape.p, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-    def _peak_memory(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) + self.shared_bytes
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def _gather(self, row: Tensor) -> Tensor:
+    def gather(self, row: Tensor) -> Tensor:
         """Every pipeline rank's row, [p, len(row)] on the host."""
         if self.group is None:
             return row[None].cpu()

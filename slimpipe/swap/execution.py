@@ -9,10 +9,11 @@ from slimpipe.swap.features import Feature
 
 @dataclass(frozen=True)
 class Times:
-    """Operators at which a tensor leaves the device and at which its copy back is started."""
+    """Operators at which a tensor leaves the device, at which its copy back is started, and that needs it."""
 
     release: int
     prefetch: int
+    first_use: int
 
 
 @dataclass(frozen=True)

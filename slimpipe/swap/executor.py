@@ -108,7 +108,9 @@ class Executor(Mover):
         self._plan, self._drift = plan, 0
         self._matcher = Matcher(plan.expected if plan is not None else ())
         swaps = plan.swaps if plan is not None else {}
-        self._fetches = deque(sorted((times.prefetch, number) for number, times in swaps.items()))
+        # In the order in which the policy counted on the link: of those started at once, the first needed first.
+        order = sorted((times.prefetch, times.first_use, -number) for number, times in swaps.items())
+        self._fetches = deque((prefetch, -number) for prefetch, _, number in order)
         self._set_due()
 
     # The two hooks

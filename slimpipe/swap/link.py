@@ -1,7 +1,8 @@
 """The host link on paper: when copies run, and what a set of swaps does to time and memory. No torch here.
 
 Copies out run in the order in which the tensors were saved, from the moment they were saved. Copies in run in the order
-in which they are started. The two directions do not slow each other beyond the rates given.
+in which they are started, of those started at one moment in that of their first uses. The two directions do not slow
+each other beyond the rates given.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ def ends_of_copies_out(timeline: Timeline, candidates: Sequence[Candidate], limi
 def latest_starts_in(timeline: Timeline, candidates: Sequence[Candidate], limits: Limits) -> dict[int, int]:
     """The latest moment at which each copy in may start for all to be in time, by name; backwards from the first uses.
 
-    -1 where that lies before the first moment.
+    The link itself is not bound to moments: behind one long operator (an attention backward is four fifths of a layer)
+    several copies that were started before it run one after another. -1 where a start lies before the first moment.
     """
     busy_from, starts = float("inf"), {}
-    for candidate in sorted(candidates, key=lambda c: (-c.first_use, c.name)):
+    for candidate in sorted(candidates, key=in_order_of_use, reverse=True):
         busy_from = min(timeline.seconds[candidate.first_use], busy_from) - candidate.nbytes / limits.in_rate
         moment = bisect_right(timeline.seconds, busy_from + ROUNDING) - 1
-        moment = min(moment, candidate.first_use)
-        starts[candidate.name] = moment
-        if moment >= 0:
-            busy_from = min(busy_from, timeline.seconds[moment])
+        starts[candidate.name] = min(moment, candidate.first_use)
     return starts
+
+
+def in_order_of_use(candidate: Candidate) -> tuple[int, int]:
+    """The order of copies in. Of two used at one moment the backward asks for the one saved last first."""
+    return candidate.first_use, -candidate.name
 
 
 def swaps_without_stalls(timeline: Timeline, candidates: Sequence[Candidate], limits: Limits) -> list[Swap]:
@@ -107,7 +111,7 @@ def simulate(timeline: Timeline, swaps: Sequence[Swap], limits: Limits) -> Outco
         now = timeline.seconds[k] + late
         for swap in let_go[k]:
             now = max(now, out_end[swap.candidate.name])
-        for swap in fetched[k]:
+        for swap in sorted(fetched[k], key=lambda s: in_order_of_use(s.candidate)):
             begin = max(now, in_free, out_end[swap.candidate.name])
             in_free = in_end[swap.candidate.name] = begin + swap.candidate.nbytes / limits.in_rate
         for swap in born[k]:

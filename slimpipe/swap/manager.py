@@ -335,7 +335,7 @@ class SwapManager:
 def _execution_plan(profile: Profile, policy: Policy) -> ExecutionPlan:
     operators = profile.operators
     swaps = {
-        name: Times(operators[swap.release], operators[swap.prefetch])
+        name: Times(operators[swap.release], operators[swap.prefetch], operators[swap.candidate.first_use])
         for swap in policy.swaps
         for name in profile.members[swap.candidate.name]
     }

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimpipe.swap.link import Outcome, host_peak, memory_with, simulate, swaps_without_stalls
+from slimpipe.swap.link import Outcome, ends_of_copies_out, host_peak, memory_with, simulate, swaps_without_stalls
 from slimpipe.swap.timeline import Candidate, Limits, Policy, Swap, Timeline
 
 TRIES = 8
@@ -199,9 +199,22 @@ class _Search:
                     continue
                 forced = dict(self.forced)
                 for name in chosen.keys() - {swap.candidate.name for swap in swaps}:
-                    forced[name] = Swap(chosen[name], chosen[name].last_use + 1, chosen[name].first_use)
+                    forced[name] = self._least_late(chosen[name], list(chosen.values()))
                 if self._host_fits(self.swaps(chosen, forced)):
                     self.chosen, self.forced = chosen, forced
+
+    def _least_late(self, candidate: Candidate, chosen: Sequence[Candidate]) -> Swap:
+        """Away for one moment, the one at which its copies out and back are late the least, on a link that carries all
+        of `chosen`."""
+        seconds = self.timeline.seconds
+        out = ends_of_copies_out(self.timeline, chosen, self.limits)[candidate.name]
+        end = seconds[candidate.first_use] - candidate.nbytes / self.limits.in_rate
+
+        def late(moment: int) -> float:
+            return max(0.0, out - seconds[moment]) + max(0.0, seconds[moment + 1] - end)
+
+        moment = min(range(candidate.last_use + 1, candidate.first_use), key=late)
+        return Swap(candidate, moment, moment + 1)
 
     def policy(self) -> Policy:
         swaps = sorted(self.swaps(), key=lambda swap: swap.candidate.name)

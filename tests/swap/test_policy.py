@@ -75,6 +75,50 @@ def test_copies_in_are_placed_backwards_from_their_use() -> None:
     assert starts == {2: 10, 0: 8, 1: 6}
 
 
+def test_several_copies_run_behind_one_long_operator() -> None:
+    """The link does not wait for a moment: three copies of 30 s are started before an operator of 100 s."""
+    timeline = Timeline((0.0, 1.0, 2.0, 3.0, 103.0, 104.0), (90,) * 6)
+    candidates = [Candidate(0, 30, 0, 0, 5), Candidate(1, 30, 0, 0, 5), Candidate(2, 30, 0, 0, 4)]
+    limit = limits(0, into=1.0)
+    assert latest_starts_in(timeline, candidates, limit) == {0: 3, 1: 3, 2: 3}
+    assert simulate(timeline, swaps_without_stalls(timeline, candidates, limit), limit).stalled == 0.0
+
+
+def long_context_layers(count: int) -> tuple[Timeline, list[Candidate]]:
+    """As an H200 runs them at 64K tokens in plain PyTorch: milliseconds and MiB, attention far the longest."""
+    forward = [(5.0, 1280), (62.0, 2560), (3.5, 512), (11.5, 1792), (10.5, 1792), (12.0, 2304)]
+    seconds, candidates, now, name = [0.0], [], 0, 0
+    moments = 2 * count * len(forward)
+    memory = []
+    for k in range(moments):
+        layer, part = divmod(min(k, moments - 1 - k), len(forward))
+        took, nbytes = forward[part]
+        if k < moments // 2:
+            candidates.append(Candidate(name, nbytes, k, k, moments - 1 - k))
+            name += 1
+            now += nbytes
+        memory.append(now)
+        now -= nbytes if k >= moments // 2 else 0
+        seconds.append(seconds[-1] + took * (1 if k < moments // 2 else 2.7 if part == 1 else 2))
+    return Timeline(tuple(seconds[:-1]), tuple(memory)), candidates
+
+
+def test_a_long_context_moves_most_of_itself_without_stalls() -> None:
+    """All but the last layer of four; 51 MiB a millisecond, so that a layer's copy takes twice its forward."""
+    timeline, candidates = long_context_layers(4)
+    policy = make_policy(timeline, candidates, limits(PLENTY, out=100.0, into=51.0), move_share=0.75)
+    assert policy.moved_bytes >= 0.7 * sum(candidate.nbytes for candidate in candidates)
+    assert policy.stalled <= 0.001 * timeline.seconds[-1]
+
+
+def test_a_share_that_the_link_cannot_hide_waits_as_little_as_it_must() -> None:
+    """One tensor between a forward and a backward of a second each, and a second each way on the link: both directions
+    take two, the step has two, less one moment of 0.1 in which it is away."""
+    timeline = Timeline(tuple(k / 10 for k in range(21)), (10,) * 21)
+    policy = make_policy(timeline, [Candidate(0, 10, 0, 0, 20)], limits(PLENTY, out=10.0, into=10.0), move_share=1.0)
+    assert policy.stalled == pytest.approx(0.1)
+
+
 def test_stalls_only_where_it_cannot_fit_otherwise() -> None:
     timeline, candidates = layers(6)
     stalls = [make_policy(timeline, candidates, limits(gpu, out=2.0, into=2.0)).stalled for gpu in (50, 40, 30, 20)]

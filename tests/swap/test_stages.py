@@ -27,7 +27,7 @@ def signature(kind: int = 0, tail: int = 50, operators: int = 400, saved: int = 
 
 
 def plan(which: int) -> ExecutionPlan:
-    return ExecutionPlan((Feature((which,), "float32", which, 0),), (0,), {0: Times(1, 2)})
+    return ExecutionPlan((Feature((which,), "float32", which, 0),), (0,), {0: Times(1, 2, 3)})
 
 
 def machine(stable_steps: int = 2) -> StageMachine:

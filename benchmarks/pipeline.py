@@ -96,6 +96,28 @@ CASES: dict[str, dict[str, Any]] = {
         )
         for mode in modes
     },
+    # Nothing recomputed, which 64K leaves room for; slices twice as long and half as long.
+    **{
+        f"64k-n{n}-none-balanced": {
+            "length": 65536,
+            "m": 2,
+            "n": n,
+            "v": 1,
+            "recompute": "none",
+            "vocab": True,
+            "exchange": "balanced",
+        }
+        for n in (8, 16, 32)
+    },
+    "128k-n32-balanced": {
+        "length": 131072,
+        "m": 2,
+        "n": 32,
+        "v": 1,
+        "recompute": "mlp",
+        "vocab": True,
+        "exchange": "balanced",
+    },
     # flash-attn 4, which takes a slice and the past in front of it in one call.
     "64k-n16-flash4": {
         "length": 65536,
@@ -157,6 +179,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 COLUMNS = {
     "case": "",
+    "carrier": "",
+    "collectives": "",
     "mfu": ".1%",
     "step_s": ".3f",
     "tokens_per_s": ",.0f",
@@ -403,8 +427,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, by total time")
-    parser.add_argument("--carrier", choices=["auto", "nccl", "symmetric"], default="auto", help="parallel.carrier")
-    parser.add_argument("--collectives", choices=["auto", "symmetric"], default="auto", help="parallel.collectives")
+    parser.add_argument(
+        "--carrier",
+        nargs="+",
+        choices=["auto", "nccl", "symmetric"],
+        default=["auto"],
+        help="parallel.carrier; every case with each",
+    )
+    parser.add_argument(
+        "--collectives",
+        nargs="+",
+        choices=["auto", "symmetric"],
+        default=["auto"],
+        help="parallel.collectives; `symmetric` only with carrier symmetric",
+    )
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -412,22 +448,27 @@ def main() -> None:
         jobs.work(options.worker, config_of, measure)
         return
     shared = {"ranks": options.ranks, "layers": options.layers, "steps": options.steps, "profile": options.profile}
-    shared |= {"carrier": options.carrier, "collectives": options.collectives}
-    cases = {name: CASES[name] | shared for name in options.only or CASES}
+    cases = [
+        (name, CASES[name] | shared | {"carrier": carrier, "collectives": collectives})
+        for name in options.only or CASES
+        for carrier in options.carrier
+        for collectives in options.collectives
+        if collectives != "symmetric" or carrier == "symmetric"
+    ]
     if options.predict:
-        for name, case in cases.items():
+        for name, case in cases:
             command = f"python -m benchmarks.pipeline --predict --only {name}"
             found = on_paper.row(config_of(case), load_hardware(CALIBRATED))
             print(f"{name}: {found}", flush=True)
             record.append(PREDICTIONS, {"case": name, **found, **record.circumstances(command)})
         return
     rows = []
-    for name, found in jobs.run("benchmarks.pipeline", list(cases.items()), options.ranks, options.limit):
+    found = jobs.run("benchmarks.pipeline", cases, options.ranks, options.limit)
+    for (name, case), (_, row) in zip(cases, found, strict=True):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
-        layout += "" if options.carrier == "auto" else f" --carrier {options.carrier}"
-        layout += "" if options.collectives == "auto" else f" --collectives {options.collectives}"
+        layout += "".join(f" --{key} {case[key]}" for key in ("carrier", "collectives") if case[key] != "auto")
         command = f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}"
-        rows.append({"case": name, **cases[name], **found, **record.circumstances(command)})
+        rows.append({"case": name, **case, **row, **record.circumstances(command)})
         record.append(options.results, rows[-1])
     record.table(rows, COLUMNS, "16 layers of Llama-8B shape, bf16, forward + backward + optimizer")
 

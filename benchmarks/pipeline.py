@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import jobs, kernel_trace, on_paper, record
+from benchmarks.clocks import Clocks
 from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
@@ -193,6 +194,8 @@ COLUMNS = {
     "expected_gib": ".2f",
     "activation_error": "+.1%",
     "peak_gib_by_rank": "",
+    "sm_mhz": ".0f",
+    "power_w": ".0f",
     "loss": ".3f",
     "failed": "",
 }
@@ -267,12 +270,15 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
     held = torch.cuda.memory_allocated() if on_gpu else 0
     warm = surprises(on_gpu)
     generator = torch.Generator().manual_seed(0)
-    rows = []
+    rows, clocks = [], Clocks()
+    if processes.rank == 0 and on_gpu:
+        clocks.start()
     for step in range(config.train.steps):
         tokens = torch.randint(config.model.vocab_size, (case["m"], case["length"] + 1), generator=generator)
         rows.append(session.train_step(tokens[:, :-1], tokens[:, 1:]))
         if processes.rank == 0:
             print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
+    sampled = clocks.stop()
     mine = memory(config, session, held) if on_gpu else {"activation_gib": 0.0, "peak_gib": 0.0}
     mine |= {key: value - warm[key] for key, value in surprises(on_gpu).items()}
     if case.get("profile"):
@@ -306,6 +312,7 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
         "loss": rows[-1].loss,
         "grad_norm": rows[-1].grad_norm,
         "ready_s": round(ready, 1),
+        **sampled,
         **exchanged(session, later[-1]),
         **swapped(session, later[-1], seconds),
         **worst,

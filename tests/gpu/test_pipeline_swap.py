@@ -6,6 +6,7 @@ One GPU runs the layouts of one rank; two also the pipeline over NCCL.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,12 @@ def made(config: Config) -> Session:
 def step(session: Session) -> tuple[float, dict[str, Tensor]]:
     loss = session.step_gradients(*batch())
     return loss, {name: gradient.cpu() for name, gradient in session.gradients().items()}
+
+
+def emptied() -> None:
+    """An engine is in a cycle with its table of actions, and weights and gradients with it."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +148,7 @@ def test_memory_saved_is_what_was_predicted(mode: str) -> None:
             host = max(now.host for now in held_by_units(moved, session.swap_bytes, session.swap_bytes))
             assert host <= session.swaps.arenas.pinned <= 1.3 * host + 2 * 2**30
         del session
-        torch.cuda.empty_cache()
+        emptied()
     saved, expected = peaks[0] - peaks[1], predicted[0] - predicted[1]
     print(f"\n{mode}: saved {saved / 2**20:.1f} MiB, predicted {expected / 2**20:.1f}; peaks {peaks}")
     assert expected > 0
@@ -154,7 +161,7 @@ def test_auto_within_a_budget() -> None:
     plain.train_step(*batch())
     terms, total = plain.footprint.terms, plain.footprint.total
     del plain
-    torch.cuda.empty_cache()
+    emptied()
     budget = (total - 0.4 * terms["activations"]) / 2**30
     session = made(with_swap(config, "auto", gpu_budget_gib=budget))
     session.train_step(*batch())

@@ -74,7 +74,7 @@ def make_manager(budget: int | None, kind: type[CudaStreams] = Delayed, **settin
     values: dict[str, Any] = {"min_bytes": 512, "arena_bytes": 1 << 20, "policies": 2, **settings}
     return SwapManager(
         budget,
-        64 << 20,
+        1 << 30,
         settings=SwapSettings(**values),
         streams=kind(torch.device("cuda", torch.cuda.current_device())),
     )

@@ -49,11 +49,6 @@ class LayerSlots:
         self.k[:, tokens].copy_(k)
         self.v[:, tokens].copy_(v)
 
-    def allocate_like(self, other: LayerSlots) -> None:
-        """Takes memory now, with the heads and dtype that `other` has seen."""
-        if self.k is None and other.k is not None and other.v is not None:
-            self._allocate(other.k, other.v)
-
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         length = self.slots * self.slice_tokens
         self.k, self.v = (x.new_empty((x.shape[0], length, *x.shape[2:])) for x in (k, v))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,14 @@ from slimpipe.runtime.sliced_attention import (
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class AttentionShapes:
+    """What one layer's attention is given of a slice: shapes of q [b, s, heads, d] and of k [b, s, kv_heads, d]."""
+
+    query: torch.Size
+    keys: torch.Size
+
+
 class SliceContext:
     """Implements `slimpipe.models.contract.Slice` for one unit."""
 
@@ -37,18 +46,18 @@ class SliceContext:
         self.positions = positions
         self._place, self._slots, self._backend = place, slots, backend
         self._exchanges = exchanges or Exchanges()
-        self.query_shape: torch.Size | None = None
-        self._attended: set[int] = set()
+        self.attended: dict[int, AttentionShapes] = {}
+        """By layer that has called `attend`."""
         self._first = min(slots)
         self._memo: dict[str, Any] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._meet(layer, q)
+        self._meet(layer, q, k)
         return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
 
     def attend_to_keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`attend` in a block's first run: (out, LSE)."""
-        self._meet(layer, q)
+        self._meet(layer, q, k)
         return attention_to_keep(q, k, v, self._attention(layer))
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -58,16 +67,15 @@ class SliceContext:
     def _attention(self, layer: int) -> LayerAttention:
         return LayerAttention(self._slots[layer], self._place, self._backend, self._exchanges)
 
-    def _meet(self, layer: int, q: Tensor) -> None:
+    def _meet(self, layer: int, q: Tensor, k: Tensor) -> None:
         if layer not in self._slots:
             held = ", ".join(map(str, self._slots))
             raise ValueError(
                 f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index"
             )
-        if layer in self._attended:
+        if layer in self.attended:
             raise ValueError(f"slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys")
-        self._attended.add(layer)
-        self.query_shape = q.shape
+        self.attended[layer] = AttentionShapes(q.shape, k.shape)
 
     def enter_layer(self, layer: int) -> None:
         """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""
@@ -76,7 +84,7 @@ class SliceContext:
 
     def leave_layer(self, layer: int, x: Tensor) -> None:
         """Behind a block, with its output: in the backward its gradient is the first to come, and keys leave then."""
-        if self._exchanges.forward is not None and layer not in self._attended:
+        if self._exchanges.forward is not None and layer not in self.attended:
             raise ValueError(f"layer {layer} did not call slice.attend, which pipeline.exchange needs; set it to off")
         exchange, index, slots = self._exchanges.backward, layer - self._first, self._slots[layer]
         if exchange is not None and x.requires_grad:

@@ -10,7 +10,8 @@ import torch
 from slimpipe.kernels import fuse
 from slimpipe.plan.footprint import Footprint
 from slimpipe.plan.memory import small_tensor_bytes
-from slimpipe.runtime.warm_up import SMALL, reserve, warm_up
+from slimpipe.runtime.reserve import SMALL, reserve
+from slimpipe.runtime.warm_up import warm_up
 from slimpipe.train.forecast import footprints
 from slimpipe.train.swapping import pin_host_memory
 

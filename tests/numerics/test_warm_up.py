@@ -16,7 +16,7 @@ import torch
 
 from slimpipe.kernels import fuse, merge
 from slimpipe.kernels.attention import PlainAttention
-from slimpipe.runtime.warm_up import SMALL, reserve
+from slimpipe.runtime.reserve import SMALL, reserve
 from slimpipe.train.session import Session
 from tests.numerics.harness import batch_of, case, config_of
 from tests.support.cover import Case
@@ -39,7 +39,7 @@ class Met(NamedTuple):
     attention: list[tuple[Any, ...]]
 
 
-def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
+def met_in_turn(rank: int, world: int, case: Case, model: str = "llama") -> tuple[Met, Met]:
     """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them."""
     warm, later = Met([], []), Met([], [])
     now = warm
@@ -74,7 +74,7 @@ def met_in_turn(rank: int, world: int, case: Case) -> tuple[Met, Met]:
         mock.patch.object(merge, "extension_available", lambda: False),
         mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
     ):
-        session = Session(config_of(case))
+        session = Session(config_of(case, model={"name": model}))
         tokens, labels = batch_of(case)
         now = later
         for _ in range(2):
@@ -94,6 +94,55 @@ def test_no_step_and_no_evaluation_meets_what_the_warm_up_has_not(case: Case, po
         assert later.compiled == [], f"rank {rank}"
         assert {block[0] for block in later.attention} == {"main", "autograd's"}
         assert set(later.attention) <= set(warm.attention), f"rank {rank}"
+
+
+UNLIKE = [
+    # Three layers a chunk, and one; with n = 2 every slice is a first or a last one.
+    case(pp=2, n=8, m=2, recompute="norms", vocab_parallel=True),
+    case(pp=2, n=4, m=2, recompute="full", vocab_parallel=True),
+    case(pp=2, v=2, n=2, m=2, recompute="all_but_attention"),
+]
+
+
+@pytest.mark.parametrize("case", UNLIKE, ids=str)
+def test_every_block_of_a_chunk_is_met_however_unlike(case: Case, pool: Callable[[int], Pool]) -> None:
+    for rank, (warm, later) in enumerate(pool(case.pp).run(met_in_turn, case, "tests.support.unlike_models:Unlike")):
+        assert {"of_odd_layers", "of_another_class"} <= set(warm.compiled), f"rank {rank}"
+        assert later.compiled == [], f"rank {rank}"
+        assert set(later.attention) <= set(warm.attention), f"rank {rank}"
+
+
+def test_blocks_without_attention_are_met_too(pool: Callable[[int], Pool]) -> None:
+    model = "tests.support.unlike_models:Sparse"
+    for warm, later in pool(2).run(met_in_turn, case(pp=2, v=2, n=4, m=2), model):
+        assert later.compiled == [] and set(later.attention) <= set(warm.attention)
+
+
+def made(rank: int, world: int, case: Case, model: str) -> str:
+    try:
+        Session(config_of(case, model={"name": model}))
+    except ValueError as error:
+        return str(error)
+    return "nothing wrong"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "tests.support.unlike_models:Unlike",
+            "attends in other shapes than layers before it; set it to off",
+        ),
+        (
+            "tests.support.unlike_models:Sparse",
+            "did not call slice.attend; set it to off",
+        ),
+    ],
+)
+def test_the_exchange_lends_between_like_layers_alone(model: str, said: str, pool: Callable[[int], Pool]) -> None:
+    lending = case(pp=2, n=8, m=2, exchange="balanced", granule=2, recompute="none")
+    for text in pool(2).run(made, lending, model):
+        assert said in text
 
 
 @pytest.mark.parametrize(

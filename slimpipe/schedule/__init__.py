@@ -26,6 +26,7 @@ from slimpipe.schedule.host_link import HostCopy, HostLinks
 from slimpipe.schedule.in_flight import peak_held, peak_kept, peak_units
 from slimpipe.schedule.in_order import Report, least_send_window, replay_in_order
 from slimpipe.schedule.kv_slots import RankSlots, SlotPlace, assign_kv_slots
+from slimpipe.schedule.kv_stream import KVStream, moves_of
 from slimpipe.schedule.layer_times import LayerByLayer
 from slimpipe.schedule.lending import without
 from slimpipe.schedule.loan_cost import LoanBytes, Network, Rate, worth_it
@@ -69,6 +70,7 @@ __all__ = [
     "Flow",
     "Gatherings",
     "Granularity",
+    "KVStream",
     "LayerByLayer",
     "Link",
     "LinkCost",
@@ -122,6 +124,7 @@ __all__ = [
     "least_send_window",
     "links",
     "lower",
+    "moves_of",
     "max_imbalance",
     "output_layer_costs",
     "pairwise_bound",

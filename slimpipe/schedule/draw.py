@@ -19,8 +19,13 @@ from slimpipe.schedule.timeline import Timeline
 _GREY = "#7d8590"
 _FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 _FORWARD_HUE, _BACKWARD_HUE, _VOCABULARY_HUE, _HELP_HUE = 212, 28, 130, 285
-_OUT, _BACK = "#d6409f", "#12a594"
-"""Copies to the host and back: lines along the upper and the lower edge of a rank's row."""
+_COPIES = (
+    (False, False, "#d6409f", "to host"),
+    (True, False, "#12a594", "back"),
+    (False, True, "#f3a4cf", "keys to host"),
+    (True, True, "#8fdcd0", "keys back"),
+)
+"""(inward, keys, colour, name) of copies to the host and back: lines along the upper and the lower edge of a row."""
 _LIGHTNESS = (0.38, 0.58, 0.48, 0.68)
 """By microbatch, repeating. Neighbours differ by more than those two apart."""
 _ORANGE_LIFT = 0.06
@@ -38,8 +43,8 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 1200) ->
     Forwards are blue and backwards orange, shaded by microbatch; boxes with room for it show the slice (the microbatch
     where n = 1), and with several chunks a letter for the chunk. Vocabulary passes that take time are green, with the
     pass's letter before the slice; idle ranks that help with others' attention are purple. Lines along a row's upper
-    and lower edge are activations on their way to the host and back. The caption gives shape, bubble and peak
-    activation.
+    and lower edge are activations, or keys and values, on their way to the host and back. The caption gives shape,
+    bubble and peak activation.
     """
     shape = timeline.shape
     row = max(_SMALLEST_ROW, min(_ROW, _TALLEST_PLOT // shape.p))
@@ -103,12 +108,12 @@ def _boxes(timeline: Timeline, plot: _Plot) -> list[str]:
 
 
 def _copies(timeline: Timeline, plot: _Plot) -> list[str]:
-    """One path a direction."""
+    """One path a direction, and one more for keys and values."""
     drawn = []
-    for inward, colour in ((False, _OUT), (True, _BACK)):
+    for inward, keys, colour, _ in _COPIES:
         path = ""
         for copy in timeline.copies:
-            if copy.inward is inward and copy.end > copy.start:
+            if (copy.inward, copy.keys) == (inward, keys) and copy.end > copy.start:
                 x, y, wide, high = plot.box(copy.rank, copy.start, copy.end)
                 line = min(3.0, high / 4)
                 path += _rectangle(x, y + high - line if inward else y, wide, line)
@@ -158,11 +163,12 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
             x += 15
         drawn.append(_text(x + 4, y, word, size=12))
         x += room
-    if timeline.copies:
-        for word, colour in (("to host", _OUT), ("back", _BACK)):
+    shown = {copy.keys for copy in timeline.copies}
+    for _, keys, colour, word in _COPIES:
+        if keys in shown:
             drawn.append(f'<path fill="{colour}" d="{_rectangle(x, y - 6, 13, 3)}"/>')
             drawn.append(_text(x + 19, y, word, size=12))
-            x += 68
+            x += 100 if keys else 68
     drawn.append(f'<path fill="#8b949e" fill-opacity="0.22" d="{_rectangle(x, y - 10, 13, 12)}"/>')
     drawn.append(_text(x + 19, y, "idle", size=12))
     notes = []

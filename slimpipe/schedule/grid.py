@@ -6,18 +6,21 @@
     rank 0  F0.0  F1.0     .  B0.0     .  B1.0
     rank 1     .  F0.0  B0.0  F1.0  B1.0     .
 
-Where a rank swaps, two lines below its own show what its host link carries out (O) and back (R).
+Where a rank swaps, two lines below its own show what its host link carries out (O) and back (R), and of keys and values
+that stream either way (K).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from slimpipe.schedule.action import Action, Op
+from slimpipe.schedule.action import Op
 from slimpipe.schedule.costs import VocabularyCosts, equal_costs
 from slimpipe.schedule.flow import Span
 from slimpipe.schedule.gatherings import Gatherings
-from slimpipe.schedule.host_link import HostLinks
+from slimpipe.schedule.host_link import HostCopy, HostLinks
 from slimpipe.schedule.loan_cost import Rate
 from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import Plan
@@ -60,34 +63,50 @@ def grid(
     ticks = range(first, max(first, round(timeline.makespan / tick) if last is None else last))
     rows = [["tick", *map(str, ticks)]]
     for rank, spans in enumerate(timeline.spans):
-        rows.append([f"rank {rank}", *_cells(spans, tick, ticks, timeline.shape.v > 1)])
-        for inward, op, name in ((False, Op.OFFLOAD, "  out"), (True, Op.RELOAD, "  back")):
+        with_chunk = timeline.shape.v > 1
+        rows.append([f"rank {rank}", *_cells([_shown(span, with_chunk) for span in spans], tick, ticks)])
+        for inward, name in ((False, "  out"), (True, "  back")):
             copies = [copy for copy in timeline.copies if (copy.rank, copy.inward) == (rank, inward)]
+            copies.sort(key=lambda copy: copy.start)
             if copies:
-                found = tuple(Span(Action(op, copy.unit), copy.start, copy.end) for copy in copies)
-                rows.append([name, *_cells(found, tick, ticks, timeline.shape.v > 1)])
+                rows.append([name, *_cells([_copied(copy, with_chunk) for copy in copies], tick, ticks)])
     label = max(len(row[0]) for row in rows)
     width = max((len(cell) for row in rows for cell in row[1:]), default=1)
     return "\n".join("  ".join([row[0].ljust(label), *(cell.rjust(width) for cell in row[1:])]) for row in rows) + "\n"
 
 
-def _cells(spans: tuple[Span, ...], tick: float, ticks: range, with_chunk: bool) -> list[str]:
+class _Shown(NamedTuple):
+    text: str
+    start: float
+    end: float
+
+
+def _shown(span: Span, with_chunk: bool) -> _Shown:
+    return _Shown(_short(str(span.action), with_chunk), span.start, span.end)
+
+
+def _copied(copy: HostCopy, with_chunk: bool) -> _Shown:
+    kind = "K" if copy.keys else (Op.RELOAD if copy.inward else Op.OFFLOAD).value
+    return _Shown(_short(f"{kind}{copy.unit}", with_chunk), copy.start, copy.end)
+
+
+def _short(token: str, with_chunk: bool) -> str:
+    return token if with_chunk else token.partition("@")[0]
+
+
+def _cells(shown: Sequence[_Shown], tick: float, ticks: range) -> list[str]:
     cells = []
     at = 0
-    shown = None
+    before = None
     for index in ticks:
         middle = (index + 0.5) * tick
-        while at < len(spans) and spans[at].end <= middle:
+        while at < len(shown) and shown[at].end <= middle:
             at += 1
-        if at == len(spans) or spans[at].start > middle:
+        if at == len(shown) or shown[at].start > middle:
             cells.append(IDLE)
-        elif at == shown:
+        elif at == before:
             cells.append(CONTINUED)
         else:
-            cells.append(_short(spans[at].action, with_chunk))
-            shown = at
+            cells.append(shown[at].text)
+            before = at
     return cells
-
-
-def _short(action: Action, with_chunk: bool) -> str:
-    return str(action) if with_chunk else str(action).partition("@")[0]

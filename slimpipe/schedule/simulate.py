@@ -48,8 +48,17 @@ def simulate(
     spans = tuple(tuple(spans) for spans in flow.spans)
     waited = tuple(gatherings.waited) if gatherings else ()
     tensor_bytes = link.tensor_bytes if link else 0
-    copies, swap_waited = tuple(host.copies), tuple(host.waited)
-    return Timeline(plan.name, plan.shape, spans, tuple(wires.transfers), tensor_bytes, waited, copies, swap_waited)
+    return Timeline(
+        plan.name,
+        plan.shape,
+        spans,
+        tuple(wires.transfers),
+        tensor_bytes,
+        waited,
+        tuple(host.copies),
+        tuple(host.waited),
+        tuple(host.keys_waited),
+    )
 
 
 def base_rules(
@@ -85,7 +94,8 @@ class ComputeRule(Rule):
     """A forward or backward waits for its input, holds the rank for its duration, and makes its output.
 
     Where the plan has no sends, `wires` carries outputs to other ranks. With loans it waits for its group too, which
-    then sets its duration. A backward also waits for activations that come back from the host.
+    then sets its duration. A backward also waits for activations that come back from the host, and each layer of either
+    for keys and values that do.
     """
 
     def __init__(self, plan: Plan, costs: Costs, wires: Wires, gatherings: Gatherings | None, host: HostLinks) -> None:
@@ -122,6 +132,7 @@ class ComputeRule(Rule):
         stage = shape.stage(rank, action.unit.chunk)
         stay = self._gatherings.stay(rank, action) if self._gatherings is not None else None
         end = start + (self._costs.of(stage, action) if stay is None else stay.until)
+        end = self._host.end_of(flow, rank, action, start, end)
         if stage == self._last and action.op is Op.FORWARD and not self._in_passes:
             end += self._costs.vocabulary.loss
         tensor = output_of(shape, rank, action)

@@ -28,9 +28,11 @@ class Timeline:
     tensor_bytes: int = 0
     waited: tuple[float, ...] = ()
     copies: tuple[HostCopy, ...] = ()
-    """Activations on their way to host memory and back, of all ranks."""
+    """Activations, and keys and values, on their way to host memory and back, of all ranks."""
     swap_waited: tuple[float, ...] = ()
     """By rank, time in which compute waited for such copies and for nothing else."""
+    keys_waited: tuple[float, ...] = ()
+    """By rank, how much of its spans it waited for copies of keys and values."""
 
     @cached_property
     def makespan(self) -> float:
@@ -40,10 +42,10 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Each rank's time within the makespan in which it ran nothing."""
-        waited = self.waited or (0.0,) * self.shape.p
+        none = (0.0,) * self.shape.p
         return tuple(
-            self.makespan - sum(span.end - span.start for span in spans) + held
-            for spans, held in zip(self.spans, waited, strict=True)
+            self.makespan - sum(span.end - span.start for span in spans) + exchange + keys
+            for spans, exchange, keys in zip(self.spans, self.waited or none, self.keys_waited or none, strict=True)
         )
 
     @property

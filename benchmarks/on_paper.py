@@ -10,7 +10,7 @@ from slimpipe.config import Config
 from slimpipe.plan.hardware import HardwareProfile
 from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
-from slimpipe.schedule import HostLinks, most_held
+from slimpipe.schedule import assign_kv_slots
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.planning import make_plan
 from slimpipe.train.swapping import plan_swaps
@@ -32,26 +32,36 @@ def forecast(config: Config, chunk: int | None = None) -> Forecast:
 
 def row(config: Config, hardware: HardwareProfile) -> dict[str, Any]:
     """Seconds a step, idle share, peak GiB by rank; with swaps what they move and pin on the rank that moves the most,
-    and the peaks without them."""
+    and the peaks without them; the same of keys and values that stream (`kv_`)."""
     run = forecast(config)
     planned, swap = run.planned, run.planned.swap
-    host = None if swap is None else HostLinks(config.shape.p, swap.bytes, host_link(hardware))
-    timeline = predict(config, planned.plan, planned.exchange, hardware, host)
+    timeline = predict(config, planned.plan, planned.exchange, hardware, planned.host_links(host_link(hardware)))
     found: dict[str, Any] = {
         "predicted_s": timeline.makespan,
         "predicted_bubble": timeline.bubble_fraction,
         "forecast_gib_by_rank": [round(memory.total / GIB, 2) for memory in run.memory],
     }
-    if swap is None:
+    if not planned.moves:
         return found
     kept = forecast(config.model_copy(update={"memory": type(config.memory)(recompute=config.memory.recompute)}))
-    peaks = [
-        most_held(actions, swap.bytes.held[rank], swap.bytes.movable[rank])
-        for rank, actions in enumerate(planned.plan.ranks)
-    ]
-    return found | {
+    ranks = range(config.shape.p)
+    found |= {
         "without_swap_gib_by_rank": [round(memory.total / GIB, 2) for memory in kept.memory],
-        "moved_gib": round(max(swap.moved(rank) for rank in range(config.shape.p)) / GIB, 2),
-        "host_gib": round(max(peak.host for peak in peaks) / GIB, 2),
-        "swap_waits_predicted_s": max(planned.swap_waits),
+        "host_gib": round(max(map(planned.host_bytes, ranks)) / GIB, 2),
     }
+    if swap is not None:
+        found |= {
+            "moved_gib": round(max(swap.moved(rank) for rank in ranks) / GIB, 2),
+            "swap_waits_predicted_s": max(planned.swap_waits),
+        }
+    if planned.kv is not None:
+        slots = [assign_kv_slots(config.shape, planned.plan.compute(rank)) for rank in ranks]
+        moved = [planned.kv.moved(planned.plan, rank, slots[rank]) for rank in ranks]
+        found |= {
+            "kv_streams": list(planned.kv.ranks),
+            "kv_host_gib": round(max(map(planned.kv_bytes, ranks)) / GIB, 2),
+            "kv_out_gib": round(max(out for out, _ in moved) / GIB, 2),
+            "kv_in_gib": round(max(back for _, back in moved) / GIB, 2),
+            "kv_waits_predicted_s": max(planned.kv_waits),
+        }
+    return found

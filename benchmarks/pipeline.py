@@ -26,11 +26,10 @@ from slimpipe.config import Config
 from slimpipe.parallel.mesh import Processes
 from slimpipe.plan.flops import step_flops
 from slimpipe.plan.hardware_file import load_hardware
-from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token, microbatch_bytes
+from slimpipe.plan.memory import layer_bytes_per_token, microbatch_bytes
 from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
 from slimpipe.runtime.watchdog import Progress, Watchdog
-from slimpipe.schedule import HostLinks
 from slimpipe.schedule.formulas import bubble_fraction
 from slimpipe.train.session import Session
 from slimpipe.train.step_metrics import StepMetrics
@@ -177,6 +176,15 @@ CASES: dict[str, dict[str, Any]] = {
     "512k-n32-swap-auto": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "swap": "auto"},
     "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
     "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
+    # Keys and values in host memory, by layer: of all there are, and where activations alone do not do it. The lengths
+    # are those that 256 GiB and 512 GiB of host memory have room for.
+    "64k-n16-kv": SWAP | {"length": 65536, "recompute": "norms", "kv_swap": "on"},
+    "256k-n16-kv": SWAP | {"length": 262144, "m": 1, "recompute": "all_but_attention", "kv_swap": "on"},
+    "512k-n32-kv": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "kv_swap": "on"},
+    "512k-n32-kv-auto": SWAP
+    | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "swap": "auto", "budget": 90},
+    "1m-n64-kv-auto": SWAP
+    | {"length": 1048576, "m": 1, "n": 64, "recompute": "all_but_attention", "swap": "auto", "kv_swap": "auto"},
 }
 COLUMNS = {
     "case": "",
@@ -190,6 +198,7 @@ COLUMNS = {
     "predicted_bubble": ".1%",
     "exchange_overlap": ".1%",
     "swap_exposed": ".1%",
+    "kv_exposed": ".1%",
     "activation_gib": ".2f",
     "expected_gib": ".2f",
     "activation_error": "+.1%",
@@ -233,6 +242,7 @@ def config_of(case: dict[str, Any]) -> Config:
             "memory": {
                 "recompute": case["recompute"],
                 "swap": case.get("swap", "off"),
+                "kv_swap": case.get("kv_swap", "auto"),
                 "gpu_budget_gib": case.get("budget"),
             },
             "data": {"corpus": "python_stdlib", "sequence_length": case["length"]},
@@ -332,29 +342,43 @@ def prediction(config: Config, session: Session) -> dict[str, float]:
 
     No optimizer or launches.
     """
-    hardware, swap = load_hardware(CALIBRATED), session.planned.swap
-    host = None if swap is None else HostLinks(session.shape.p, swap.bytes, host_link(hardware))
+    hardware = load_hardware(CALIBRATED)
+    host = session.planned.host_links(host_link(hardware))
     timeline = predict(config, session.plan, session.exchange, hardware, host)
     return {"predicted_s": timeline.makespan, "predicted_bubble": timeline.bubble_fraction}
 
 
 def swapped(session: Session, row: StepMetrics, seconds: float) -> dict[str, Any]:
     """The swaps of one step, where there are any."""
-    swap = session.planned.swap
-    if swap is None or row.swap is None:
+    planned, row_ = session.planned, row.swap
+    if row_ is None:
         return {}
-    measured, predicted = sum(session.swap_bytes), sum(swap.bytes.movable[session.rank])
-    return {
-        "swap_exposed": row.swap.exposed_s / seconds,
-        "swap_waits_predicted_s": max(session.planned.swap_waits),
-        "swap_out_gib": [round(bytes / GIB, 2) for bytes in row.swap.out_bytes],
-        "swap_pinned_gib": [round(bytes / GIB, 2) for bytes in row.swap.pinned_bytes],
-        "swap_kept_gib": [round(bytes / GIB, 2) for bytes in row.swap.kept_bytes],
-        "swap_units": [len(trips) for trips in swap.trips],
-        "swap_fits": swap.fits,
-        "swap_unit_error": measured / predicted - 1 if measured and predicted else 0.0,
-        **{f"swap_{key}": getattr(row.swap, key) for key in ("exposed_s", "exposed_out_s", "exposed_back_s")},
+    found: dict[str, Any] = {
+        "swap_exposed": row_.exposed_s / seconds,
+        "swap_pinned_gib": [round(bytes / GIB, 2) for bytes in row_.pinned_bytes],
+        **{f"swap_{key}": getattr(row_, key) for key in ("exposed_s", "exposed_out_s", "exposed_back_s")},
     }
+    swap = planned.swap
+    if swap is not None:
+        measured, predicted = sum(session.swap_bytes), sum(swap.bytes.movable[session.rank])
+        found |= {
+            "swap_waits_predicted_s": max(planned.swap_waits),
+            "swap_out_gib": [round(bytes / GIB, 2) for bytes in row_.out_bytes],
+            "swap_kept_gib": [round(bytes / GIB, 2) for bytes in row_.kept_bytes],
+            "swap_units": [len(trips) for trips in swap.trips],
+            "swap_fits": swap.fits,
+            "swap_unit_error": measured / predicted - 1 if measured and predicted else 0.0,
+        }
+    if planned.kv is not None:
+        found |= {
+            "kv_streams": list(planned.kv.ranks),
+            "kv_exposed": row_.exposed_kv_s / seconds,
+            "kv_exposed_s": row_.exposed_kv_s,
+            "kv_waits_predicted_s": max(planned.kv_waits),
+            "kv_out_gib": [round(bytes / GIB, 2) for bytes in row_.kv_out_bytes],
+            "kv_in_gib": [round(bytes / GIB, 2) for bytes in row_.kv_back_bytes],
+        }
+    return found
 
 
 def exchanged(session: Session, row: StepMetrics) -> dict[str, Any]:
@@ -393,18 +417,14 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     """
     shape, model, tokens = session.shape, config.model, config.data.sequence_length * config.train.micro_batch
     peak = torch.cuda.max_memory_allocated()
-    slots = list(zip(session.stages, session.engine.slots.capacity, strict=True))
-    kv = sum(
-        2 * 2 * model.kv_heads * model.head_dim * slot * len(stage.layers) * tokens // shape.n for stage, slot in slots
-    )
-    dkv = sum(kv_gradient_bytes(model, shape, slot, len(stage.layers), tokens) for stage, slot in slots)
+    terms = session.footprint.terms
+    kv, dkv = terms["KV slots"], terms["dK, dV"]
     whole = microbatch_bytes(model, config.memory.recompute, tokens)
     layers = sum(len(stage.layers) for stage in session.stages)
     unit = whole * layers / model.layers / shape.v / shape.n
     expected = unit * session.peak_units
-    if session.planned.swap is not None:
-        terms = session.footprint.terms
-        expected = terms["activations"] + terms["KV slots"]
+    if session.planned.moves:
+        expected = terms["activations"] + kv
     measured = peak - held + kv
     # What a block keeps outside the slots, as the warm-up counted it, against the formula.
     kept = layer_bytes_per_token(model, config.memory.recompute)

@@ -10,7 +10,7 @@ from slimpipe.config import ConfigError, load_config
 from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.on_paper import Head, PaperPlan, Vocab
-from slimpipe.plan.swap import Amount, SwapSetting, host_link, unit_bytes
+from slimpipe.plan.swap import Amount, KeysSetting, SwapSetting, host_link, key_stream, unit_bytes
 from slimpipe.schedule import MODES, Costs, Mode, Shape, equal_costs, place_layers, sliced_costs
 
 _VOCAB: Final[tuple[Vocab, ...]] = ("off", "last", "parallel")
@@ -36,14 +36,15 @@ class PaperOptions:
     swap: str
     activation_budget: float | None
     copy_cost: float | None
+    kv_swap: bool
 
     def plan(self) -> PaperPlan:
         """Raises ConfigError, or PlanError, with the option's name and what to change."""
         shape = self._shape()
         setting = self._setting(shape)
         costs = self._costs()
-        swaps = self._swaps(shape, setting)
-        return PaperPlan.of(self.schedule, shape, costs, self._head(), cast(Mode, self.exchange), setting, swaps)
+        swaps, keys, mode = self._swaps(shape, setting), self._keys(shape), cast(Mode, self.exchange)
+        return PaperPlan.of(self.schedule, shape, costs, self._head(), mode, setting, swaps, keys)
 
     def _shape(self) -> Shape:
         options = ("pp", "virtual_stages", "slices", "microbatches")
@@ -93,7 +94,8 @@ class PaperOptions:
         return ExchangeSetting.on_hardware(profile, settings.model, shape, tokens, share, recompute)
 
     def _swaps(self, shape: Shape, setting: ExchangeSetting | None) -> SwapSetting | None:
-        """What is to move; None where nothing is."""
+        """What is to move of activations; None where nothing is. Keys and values count as one with them, unless they
+        are elsewhere (`kv_swap`)."""
         amount, budget, copy = self._amount(), self.activation_budget, self.copy_cost
         if amount == "off":
             for name, value in (("activation-budget", budget), ("copy-cost", copy)):
@@ -108,8 +110,21 @@ class PaperOptions:
         settings = load_config(self.model)
         tokens = (self.sequence or settings.data.sequence_length) // shape.n
         placement = place_layers(settings.model.layers, shape.stages)
-        sizes = unit_bytes(settings.model, settings.memory.recompute, shape, placement, tokens, with_slots=True)
+        recompute, slots = settings.memory.recompute, not self.kv_swap
+        sizes = unit_bytes(settings.model, recompute, shape, placement, tokens, with_slots=slots)
         return SwapSetting(amount, sizes, host_link(load_hardware(self.hardware))).within(shape, budget)
+
+    def _keys(self, shape: Shape) -> KeysSetting | None:
+        """Keys and values in host memory, on every rank."""
+        if not self.kv_swap:
+            return None
+        if self.hardware is None or self.model is None:
+            raise ConfigError(["--kv-swap: needs --hardware and --model, for what keys and values weigh"])
+        settings = load_config(self.model)
+        tokens = (self.sequence or settings.data.sequence_length) // shape.n
+        placement = place_layers(settings.model.layers, shape.stages)
+        stream = key_stream(settings.model, shape, placement, tokens, (True,) * shape.p)
+        return KeysSetting(stream, host_link(load_hardware(self.hardware)))
 
     def _amount(self) -> Amount:
         if self.swap in ("off", "auto"):

@@ -50,6 +50,10 @@ BudgetOption = Annotated[
     float | None,
     typer.Option(help="With --swap auto: what a rank may hold, in activations of one microbatch over all layers."),
 ]
+KVSwapOption = Annotated[
+    bool,
+    typer.Option("--kv-swap", help="Keys and values in host memory, by layer, on every rank. Needs --hardware."),
+]
 CopyOption = Annotated[
     float | None,
     typer.Option(help="Copying a unit's activations one way, in average forwards of a unit. Default 1."),
@@ -73,6 +77,7 @@ def simulate(
     swap: SwapOption = "off",
     activation_budget: BudgetOption = None,
     copy_cost: CopyOption = None,
+    kv_swap: KVSwapOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     with_grid: Annotated[
         bool,
@@ -98,6 +103,7 @@ def simulate(
             swap,
             activation_budget,
             copy_cost,
+            kv_swap,
         ).plan()
     report = paper.report()
     if as_json:
@@ -127,6 +133,7 @@ def draw(
     swap: SwapOption = "off",
     activation_budget: BudgetOption = None,
     copy_cost: CopyOption = None,
+    kv_swap: KVSwapOption = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The SVG file to write.")] = Path("schedule.svg"),
 ) -> None:
     """Draw a schedule's timeline as SVG."""
@@ -148,6 +155,7 @@ def draw(
             swap,
             activation_budget,
             copy_cost,
+            kv_swap,
         ).plan()
         try:
             output.write_text(draw_svg(paper.timeline), encoding="utf-8")
@@ -179,6 +187,11 @@ def _show(report: dict[str, Any]) -> None:
         whole.add_row("in host memory of a rank, in M_a", f"{host:.4f}", "")
         whole.add_row("waits for copies, on one rank", f"{max(report['swap_waited']):.2f}", "")
         whole.add_row("makespan without swap", f"{report['makespan_without_swap']:.2f}", "")
+    if report["kv_swap"]:
+        gib = [f"{max(report[f'kv_{key}_bytes']) / 2**30:.2f}" for key in ("host", "out", "in")]
+        whole.add_row("keys and values in host memory of a rank, GiB", gib[0], "")
+        whole.add_row("out and in a step, GiB", f"{gib[1]}, {gib[2]}", "")
+        whole.add_row("waits for keys and values, on one rank", f"{max(report['kv_waited']):.2f}", "")
     ranks = Table("rank", "idle", "peak units", "KV slots by chunk")
     rows = zip(report["idle"], report["peak_units"], report["kv_slots"], strict=True)
     for rank, (idle, units, slots) in enumerate(rows):

@@ -69,9 +69,26 @@ def test_shown_in_table_and_picture(tmp_path: Path) -> None:
     assert "to host" in (tmp_path / "swap.svg").read_text()
 
 
+def test_keys_and_values(tmp_path: Path) -> None:
+    """At 256K their copies hide behind compute; at 16K they do not."""
+    long, short = (report(f"{SHAPE} {HARDWARE} --sequence {tokens} --kv-swap") for tokens in (262144, 16384))
+    kept = report(f"{SHAPE} {HARDWARE} --sequence 262144")
+    assert long["kv_swap"] and not kept["kv_swap"]
+    assert kept["makespan"] <= long["makespan"] < 1.001 * kept["makespan"]
+    assert long["kv_in_bytes"][0] == 16 * short["kv_in_bytes"][0] > long["kv_out_bytes"][0]
+    assert max(short["kv_waited"]) > 0.01 * short["makespan"]
+    both = report(f"{SHAPE} {HARDWARE} --sequence 262144 --kv-swap --swap 0.5")
+    assert both["swap"] == 0.5 and both["kv_host_bytes"] == long["kv_host_bytes"]
+    options = f"{SHAPE} {HARDWARE} --sequence 65536 --kv-swap"
+    assert "waits for keys and values" in run_line(f"simulate {options}").stdout
+    assert run_line(f"draw {options} -o {tmp_path}/keys.svg").exit_code == 0
+    assert "keys to host" in (tmp_path / "keys.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
+        ("--kv-swap", "--kv-swap: needs --hardware and --model, for what keys and values weigh"),
         ("--swap on", "--swap = on: must be off, auto or a number > 0 and <= 1"),
         ("--swap 0", "--swap = 0: must be off, auto or a number > 0 and <= 1"),
         ("--swap 1.1", "--swap = 1.1: must be off, auto or a number > 0 and <= 1"),

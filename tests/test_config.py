@@ -259,6 +259,7 @@ BAD = [
         ("memory", "swap", value, f"memory.swap = {said}: must be off, auto or a number > 0 and <= 1")
         for value, said in (("on", "on"), (0, "0"), (1.5, "1.5"), (-0.5, "-0.5"), (True, "true"), ("0.5", '"0.5"'))
     ),
+    ("memory", "kv_swap", 0.5, "memory.kv_swap = 0.5: must be off, auto or on"),
     ("memory", "gpu_budget_gib", 0, "memory.gpu_budget_gib = 0: must be a number > 0 or null"),
     (
         "memory",
@@ -270,7 +271,7 @@ BAD = [
         "memory",
         "host_budget_gib",
         40,
-        "memory.host_budget_gib = 40.0: says something with memory.swap alone; set that, or remove it",
+        "memory.host_budget_gib = 40.0: says something with memory.swap or kv_swap: on alone; set one, or remove it",
     ),
     (
         "model",
@@ -333,7 +334,12 @@ BAD = [
     ("pipeline", "virtual_stage", 4, "pipeline.virtual_stage: unknown key; did you mean pipeline.virtual_stages?"),
     ("train", "lr", 0.1, "train.lr: unknown key; did you mean optim.lr?"),
     ("optim", "Beta1", 0.1, "optim.Beta1: unknown key; did you mean optim.beta1?"),
-    ("memory", "exotic", 1, "memory.exotic: unknown key; use recompute, swap, gpu_budget_gib or host_budget_gib"),
+    (
+        "memory",
+        "exotic",
+        1,
+        "memory.exotic: unknown key; use recompute, swap, kv_swap, gpu_budget_gib or host_budget_gib",
+    ),
     (
         "model",
         "rope_scaling",
@@ -510,8 +516,14 @@ def test_words_and_numbers(text: str, value: object) -> None:
 
 @pytest.mark.parametrize("word", ["off", "false", "'off'"])
 def test_off_is_off(word: str) -> None:
-    config = load_config(QUICKSTART, [f"pipeline.exchange={word}", f"memory.swap={word}"])
-    assert (config.pipeline.exchange, config.memory.swap) == ("off", "off")
+    config = load_config(QUICKSTART, [f"pipeline.exchange={word}", f"memory.swap={word}", f"memory.kv_swap={word}"])
+    assert (config.pipeline.exchange, config.memory.swap, config.memory.kv_swap) == ("off", "off", "off")
+
+
+@pytest.mark.parametrize("word", ["on", "true", "'on'"])
+def test_on_is_on(word: str) -> None:
+    config = load_config(QUICKSTART, [f"memory.kv_swap={word}", "memory.host_budget_gib=4"])
+    assert config.memory.kv_swap == "on"
 
 
 @pytest.mark.parametrize("word, value", [("yes", True), ("on", True), ("True", True), ("no", False), ("off", False)])

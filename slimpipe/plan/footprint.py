@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from slimpipe.plan.hardware import loan_bytes
 from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token
-from slimpipe.schedule import Exchange, Op, Peaks, Plan, Swap, buffer_bytes, most_held, peak_held
+from slimpipe.schedule import Exchange, KVStream, Op, Peaks, Plan, Swap, buffer_bytes, most_held, peak_held
+from slimpipe.schedule.kv_stream import BUFFERS
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -23,8 +24,8 @@ KNOBS: Final = {
     "fp32 gradients": "raise parallel.pp",
     "optimizer": "raise parallel.pp",
     "activations": "raise pipeline.slices or parallel.pp",
-    "KV slots": "raise parallel.pp, or lower data.sequence_length",
-    "dK, dV": "raise parallel.pp, or lower data.sequence_length",
+    "KV slots": "set memory.kv_swap: on, raise parallel.pp, or lower data.sequence_length",
+    "dK, dV": "set memory.kv_swap: on, raise parallel.pp, or lower data.sequence_length",
     "output layer": "lower train.ce_chunk",
     "transfers": "raise pipeline.slices",
     "loan buffers": "set pipeline.exchange: off, or raise pipeline.slices",
@@ -80,6 +81,8 @@ class Footprints:
     rings: Sequence[int] = ()
     swap: Swap | None = None
     """The plan's; what is away is not counted."""
+    kv: KVStream | None = None
+    """The same of keys and values: of those that stream the room on the device is."""
 
     @cached_property
     def ranks(self) -> tuple[Footprint, ...]:
@@ -99,10 +102,10 @@ class Footprints:
             "fp32 gradients": 4 * parameters,
             "optimizer": optimizer,
             "activations": self._activations(rank, sum(kept.values()) - kept["k, v"]),
-            "KV slots": sum(slots * layers * self._tokens * kept["k, v"] for slots, layers in self._slots(rank)),
+            "KV slots": sum(slots * layers * self._tokens * kept["k, v"] for slots, layers in self._in_room(rank)),
             "dK, dV": sum(
                 kv_gradient_bytes(self.config.model, self.plan.shape, slots, layers, self._tokens * self.plan.shape.n)
-                for slots, layers in self._slots(rank)
+                for slots, layers in self._in_room(rank)
             ),
             "output layer": self._output_layer(rank),
             "transfers": self._transfers(rank),
@@ -140,6 +143,13 @@ class Footprints:
     def _slots(self, rank: int) -> list[tuple[int, int]]:
         """(slots, layers) of each chunk."""
         return [(slots, self._layers(rank, chunk)) for chunk, slots in enumerate(self.peaks.kv_slots[rank])]
+
+    def _in_room(self, rank: int) -> list[tuple[int, int]]:
+        """(slots, layers) that the device has room for: all, or of a rank whose keys and values stream the largest
+        chunk's in a few layers."""
+        if self.kv is None or not self.kv.ranks[rank]:
+            return self._slots(rank)
+        return [(max(self.peaks.kv_slots[rank]), BUFFERS)]
 
     def _activations(self, rank: int, layer: int) -> int:
         """The most that units in flight keep at once; `layer` bytes a token and layer outside the slots. A unit's

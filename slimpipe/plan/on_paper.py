@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from slimpipe.plan.exchange import ExchangeSetting
-from slimpipe.plan.swap import SwapSetting
+from slimpipe.plan.swap import KeysSetting, SwapSetting
 from slimpipe.schedule import (
     Costs,
     Exchange,
@@ -57,6 +57,7 @@ class PaperPlan:
     """Without swaps."""
     swap: Swap | None = None
     swaps: SwapSetting | None = None
+    keys: KeysSetting | None = None
 
     @classmethod
     def of(
@@ -68,6 +69,7 @@ class PaperPlan:
         mode: Mode = "off",
         setting: ExchangeSetting | None = None,
         swaps: SwapSetting | None = None,
+        keys: KeysSetting | None = None,
     ) -> PaperPlan:
         """`setting`: of the exchange; with hardware its times replace `costs`. Raises PlanError."""
         actions = 2 * shape.p * shape.units
@@ -91,7 +93,10 @@ class PaperPlan:
 
         def on_paper() -> Timeline:
             gatherings = setting.gatherings(exchange) if setting is not None and exchange is not None else None
-            return simulate(plan, costs, link, gatherings=gatherings, host=None if swaps is None else swaps.links())
+            host = None if keys is None else keys.links()
+            if swaps is not None:
+                host = swaps.links(None if keys is None else keys.stream)
+            return simulate(plan, costs, link, gatherings=gatherings, host=host)
 
         timeline, swap = on_paper(), None
         kept = timeline
@@ -101,7 +106,7 @@ class PaperPlan:
         peaks = check(plan, exchange, swap=swap)
         if not math.isfinite(timeline.makespan):
             raise PlanError("the costs are too large to be added up; use smaller ones")
-        return cls(plan, head, timeline, peaks, exchange, setting, kept, swap, swaps)
+        return cls(plan, head, timeline, peaks, exchange, setting, kept, swap, swaps, keys)
 
     def grid(self) -> str:
         # A pass is a small part of a forward: sampled by time it would hardly ever be seen.
@@ -133,6 +138,7 @@ class PaperPlan:
             },
             **self._exchange(),
             **self._swap(),
+            **({"kv_swap": False} if self.keys is None else self.keys.report(self.plan, self.timeline)),
         }
 
     def _swap(self) -> dict[str, Any]:

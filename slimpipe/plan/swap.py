@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from slimpipe.plan.hardware import HardwareProfile
-from slimpipe.plan.memory import layer_bytes_per_token
+from slimpipe.plan.memory import kv_gradient_bytes, layer_bytes_per_token
 from slimpipe.schedule import (
     HostLinks,
+    KVStream,
     Plan,
     PlanError,
     Rate,
@@ -18,6 +19,7 @@ from slimpipe.schedule import (
     Timeline,
     UnitBytes,
     add_swap,
+    assign_kv_slots,
     least_swap,
     most_held,
     share_swap,
@@ -35,6 +37,10 @@ DEFAULT_FLOPS: Final = 500e12
 """Operations a second that go with it, attention and all else together."""
 MIN_BYTES: Final = 1 << 20
 """Smaller tensors stay on the device: their copies would cost more than they free."""
+
+
+MOST_FOR_KEYS: Final = 0.75
+"""Share of a link's time that is set aside for keys and values at most, when units are chosen."""
 
 
 def host_link(hardware: HardwareProfile | None) -> Rate:
@@ -76,6 +82,45 @@ def unit_bytes(
     return UnitBytes(by_chunk(held, 2 * table), by_chunk(movable, tables_move))
 
 
+def key_stream(
+    model: ModelConfig,
+    shape: Shape,
+    placement: Sequence[range],
+    tokens: int,
+    ranks: Sequence[bool],
+    element: int = 2,
+) -> KVStream:
+    """Keys, values and their gradients in host memory, on these ranks; `tokens`: of one unit, over its sequences."""
+    layers = tuple(
+        tuple(len(placement[shape.stage(rank, chunk)]) for chunk in range(shape.v)) for rank in range(shape.p)
+    )
+    keys = 2 * element * model.kv_heads * model.head_dim * tokens
+    return KVStream(tuple(ranks), layers, keys, kv_gradient_bytes(model, shape, 1, 1, tokens * shape.n))
+
+
+class KeysSetting(NamedTuple):
+    """What `simulate --kv-swap` is about: keys and values on the host, and the link that they go over, in seconds."""
+
+    stream: KVStream
+    link: Rate
+
+    def links(self) -> HostLinks:
+        """For one simulation in which nothing else moves."""
+        return HostLinks(len(self.stream.ranks), None, self.link, self.stream)
+
+    def report(self, plan: Plan, timeline: Timeline) -> dict[str, Any]:
+        """What `--json` adds, by rank."""
+        slots = [assign_kv_slots(plan.shape, plan.compute(rank)) for rank in range(plan.shape.p)]
+        moved = [self.stream.moved(plan, rank, found) for rank, found in enumerate(slots)]
+        return {
+            "kv_swap": True,
+            "kv_host_bytes": [self.stream.on_host(rank, found.capacity) for rank, found in enumerate(slots)],
+            "kv_out_bytes": [out for out, _ in moved],
+            "kv_in_bytes": [back for _, back in moved],
+            "kv_waited": list(timeline.keys_waited),
+        }
+
+
 @dataclass(frozen=True)
 class SwapSetting:
     """`link`: of a rank to its host, in bytes and the unit of time of what is simulated. `budget`: of `auto`, by rank,
@@ -113,19 +158,21 @@ class SwapSetting:
         """Bytes of one microbatch's activations over all stages."""
         return shape.n * sum(map(sum, self.sizes.held))
 
-    def links(self) -> HostLinks:
-        """For one simulation."""
-        return HostLinks(len(self.sizes.held), self.sizes, self.link)
+    def links(self, kv: KVStream | None = None) -> HostLinks:
+        """For one simulation. `kv`: keys and values that stream over the same links."""
+        return HostLinks(len(self.sizes.held), self.sizes, self.link, kv)
 
     def apply(self, plan: Plan, timeline: Timeline) -> tuple[Plan, Swap | None]:
-        """The plan with its swaps. `timeline`: the plan's, without any."""
+        """The plan with its swaps. `timeline`: the plan's, without any; keys and values that stream are in it."""
         if self.amount == "off" or (self.amount == "auto" and self.budget is None):
             return plan, None
+        # Copies of keys and values come first: the next layer waits for them.
+        link = Rate(self.link.latency, self.link.bandwidth * (1 - _most_busy(timeline)))
         if self.amount == "auto":
             assert self.budget is not None
-            swap = least_swap(timeline, self.sizes, self.link, self.budget)
+            swap = least_swap(timeline, self.sizes, link, self.budget)
         else:
-            swap = share_swap(timeline, self.sizes, self.link, self.amount)
+            swap = share_swap(timeline, self.sizes, link, self.amount)
         return (add_swap(plan, swap), swap) if any(swap.trips) else (plan, swap)
 
     def report(self, plan: Plan, swap: Swap, timeline: Timeline, kept: Timeline) -> dict[str, Any]:
@@ -146,3 +193,11 @@ class SwapSetting:
             "swap_waited": list(timeline.swap_waited),
             "makespan_without_swap": kept.makespan,
         }
+
+
+def _most_busy(timeline: Timeline) -> float:
+    """Share of the step in which the busiest link carries keys and values; at most MOST_FOR_KEYS."""
+    busy: dict[tuple[int, bool], float] = {}
+    for copy in timeline.copies:
+        busy[copy.rank, copy.inward] = busy.get((copy.rank, copy.inward), 0.0) + copy.end - copy.start
+    return min(MOST_FOR_KEYS, max(busy.values(), default=0.0) / timeline.makespan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from slimpipe.kernels.cross_entropy import Loss
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.entry import enter
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+from slimpipe.runtime.kv_streaming import SlotStreams, Visit
 from slimpipe.runtime.loans import Loans
 from slimpipe.runtime.slice_context import SliceContext
 from slimpipe.runtime.sliced_attention import Exchanges
@@ -62,6 +63,7 @@ class Engine:
     `plan` is lowered and checked. `stages` are this rank's chunks; `vocabulary` carries out the vocabulary passes of
     a plan that has them, `loans` its exchange, `swaps` moves activations to the host and back. `trace`, if given, is
     called with a line an action. `layer_slots`: those of another engine, at least as many, to use in turn with it.
+    `slot_streams`: where slots lie in host memory, what moves them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         trace: Callable[[str], None] | None = None,
         layer_slots: Sequence[Mapping[int, LayerSlots]] | None = None,
         swaps: UnitSwaps | None = None,
+        slot_streams: SlotStreams | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.shape, self.actions = plan.shape, plan.ranks[rank]
@@ -88,10 +91,12 @@ class Engine:
         self.slice_tokens, self.loss, self.ce_chunk = slice_tokens, loss, ce_chunk
         self.vocabulary, self.loans = vocabulary, loans
         self.slots = assign_kv_slots(plan.shape, plan.compute(rank))
+        self.slot_streams = slot_streams
         self.layer_slots: Sequence[Mapping[int, LayerSlots]] = layer_slots or [
-            {layer: LayerSlots(capacity, slice_tokens, accumulate=plan.shape.n > 1) for layer in stage.layers}
+            {layer: self._make_slots(layer, capacity) for layer in stage.layers}
             for stage, capacity in zip(stages, self.slots.capacity, strict=True)
         ]
+        self._visits = () if slot_streams is None else tuple(self._all_visits())
         self.methods: Mapping[Op, Callable[[Action], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -112,6 +117,19 @@ class Engine:
         self.units = Counter()
         self.kv_slots = [Counter() for _ in stages]
         self._taken: list[set[int]] = [set() for _ in stages]
+
+    def _make_slots(self, layer: int, capacity: int) -> LayerSlots:
+        accumulate = self.shape.n > 1
+        if self.slot_streams is None:
+            return LayerSlots(capacity, self.slice_tokens, accumulate)
+        return self.slot_streams.make(capacity, self.slice_tokens, accumulate, layer)
+
+    def _all_visits(self) -> Iterator[Visit]:
+        for action in self.actions:
+            if action.op.is_compute:
+                layers, backward = self.stages[action.unit.chunk].layers, action.op is Op.BACKWARD
+                for layer in reversed(layers) if backward else layers:
+                    yield Visit(layer, self.place(action.unit), backward)
 
     def step(self, batch: Batch) -> Tensor:
         """Forward and backward of a whole step. The scaled loss on the rank of the last stage, zero elsewhere; [] fp32.
@@ -148,6 +166,8 @@ class Engine:
             self.vocabulary.finish()
         if self.swaps is not None:
             self.swaps.end()
+        if self.slot_streams is not None:
+            self.slot_streams.end()
         self.progress.now("end of the pipeline's step")
         self._check_empty()
 
@@ -165,6 +185,8 @@ class Engine:
             self.loans.begin()
         if self.swaps is not None:
             self.swaps.begin(batch.tokens, batch.labels)
+        if self.slot_streams is not None:
+            self.slot_streams.begin(self._visits)
         if self.vocabulary is not None:
             self.vocabulary.begin(self._tokens, self._labels, batch.scale, self.loss)
 

@@ -1,7 +1,8 @@
 """One layer's keys and values of every slice in flight, in one buffer (DESIGN.md section 3, "KV slots").
 
 The past of a query has no order once RoPE is applied, so slices lie wherever the plan puts them; the plan sees to it
-that a slice's past is one range of slots (two at most). Nothing is appended, copied or freed during a step.
+that a slice's past is one range of slots (two at most). Nothing is appended, copied or freed during a step; where
+slots stream (`slimpipe.runtime.kv_streaming`) they are on the device from `enter` to `leave`.
 """
 
 from __future__ import annotations
@@ -34,15 +35,28 @@ class LayerSlots:
     """
 
     def __init__(self, slots: int, slice_tokens: int, accumulate: bool) -> None:
-        self.slots, self.slice_tokens, self._accumulate = slots, slice_tokens, accumulate
+        self.slots, self.slice_tokens, self.accumulates = slots, slice_tokens, accumulate
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self.dk: Tensor | None = None
         self.dv: Tensor | None = None
 
+    def enter(self, place: SlicePlace, backward: bool) -> None:
+        """Before a slice's forward or backward looks at what the layer holds. May be called again until `leave`."""
+
+    def leave(self) -> None:
+        """Behind that."""
+
+    def store(self, place: SlicePlace, k: Tensor, v: Tensor) -> None:
+        """Begins a slice's forward (`enter`) and stores its k and v [b, s, kv_heads, d]."""
+        if self.k is None:
+            self._allocate(k, v)
+        self.enter(place, backward=False)
+        self.write(place.slot, k, v)
+
     def write(self, slot: int, k: Tensor, v: Tensor) -> None:
         """Stores one slice, k and v [b, s, kv_heads, d]."""
-        if self.k is None or self.v is None:
+        if self.k is None:
             self._allocate(k, v)
         assert self.k is not None and self.v is not None
         tokens = slice(*self.positions(slot, slot + 1))
@@ -52,7 +66,7 @@ class LayerSlots:
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         length = self.slots * self.slice_tokens
         self.k, self.v = (x.new_empty((x.shape[0], length, *x.shape[2:])) for x in (k, v))
-        if self._accumulate:
+        if self.accumulates:
             self.dk, self.dv = (torch.empty_like(x, dtype=wide(x.dtype)) for x in (self.k, self.v))
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:

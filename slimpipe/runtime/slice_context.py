@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from slimpipe.kernels.attention import AttentionBackend
+from slimpipe.runtime.exchange import LayerExchange
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.runtime.sliced_attention import (
     Exchanges,
@@ -28,6 +30,11 @@ class AttentionShapes:
 
     query: torch.Size
     keys: torch.Size
+
+
+def _send_keys(exchange: LayerExchange, index: int, slots: LayerSlots, place: SlicePlace, gradient: Tensor) -> None:
+    slots.enter(place, backward=True)
+    exchange.send_keys(index, slots)
 
 
 class SliceContext:
@@ -80,6 +87,7 @@ class SliceContext:
     def enter_layer(self, layer: int) -> None:
         """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""
         if self._exchanges.forward is not None:
+            self._slots[layer].enter(self._place, backward=False)
             self._exchanges.forward.send_keys(layer - self._first, self._slots[layer])
 
     def leave_layer(self, layer: int, x: Tensor) -> None:
@@ -89,7 +97,7 @@ class SliceContext:
         exchange, index, slots = self._exchanges.backward, layer - self._first, self._slots[layer]
         if exchange is not None and x.requires_grad:
             # Binds no more than it needs: the hook lives as long as the unit's graph.
-            x.register_hook(lambda gradient: exchange.send_keys(index, slots))
+            x.register_hook(partial(_send_keys, exchange, index, slots, self._place))
 
     def memo(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._memo:

@@ -57,6 +57,7 @@ class LayerAttention:
     def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of the slice; the past's part of dK, dV goes into the slots' accumulators."""
         slots, place, backend, exchange = self.slots, self.place, self.backend, self.exchanges.backward
+        slots.enter(place, backward=True)
         dout = dout.contiguous()
         under_way = exchange.backward((q, out, lse, dout)) if exchange is not None else None
         own, pasts = self._blocks(exchange)
@@ -76,6 +77,7 @@ class LayerAttention:
             dq_parts.append(dq_part)
             slots.add_gradient(*past, dk_part, dv_part, first=place.last)
         dk, dv = slots.total_gradient(place, dk, dv)
+        slots.leave()
         return sum_rounded(dq_parts), dk, dv
 
     def _blocks(self, exchange: LayerExchange | None) -> tuple[Range, list[Range]]:
@@ -102,8 +104,7 @@ class LayerAttention:
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> Tensor:
-        layer.slots.write(layer.place.slot, k, v)
-        out, lse = layer.forward(q, layer.exchanges.forward)
+        out, lse = attention_to_keep(q, k, v, layer)
         # k and v are not saved: they stay in their slot until this unit's backward has run.
         ctx.save_for_backward(q, out, lse)
         ctx.layer = layer
@@ -121,7 +122,10 @@ class _AttentionAgain(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, known: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        out, lse = known if known is not None else layer.forward(q, layer.exchanges.backward)
+        if known is None:
+            layer.slots.enter(layer.place, backward=True)
+            known = layer.forward(q, layer.exchanges.backward)
+        out, lse = known
         ctx.save_for_backward(q, out, lse)
         ctx.layer = layer
         return out.detach()
@@ -151,8 +155,10 @@ def sliced_attention(
 
 def attention_to_keep(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> tuple[Tensor, Tensor]:
     """`sliced_attention` in a first run, which records no gradients: (out, LSE [b, heads, s]), for the second."""
-    layer.slots.write(layer.place.slot, k, v)
-    return layer.forward(q, layer.exchanges.forward)
+    layer.slots.store(layer.place, k, v)
+    found = layer.forward(q, layer.exchanges.forward)
+    layer.slots.leave()
+    return found
 
 
 def attention_again(

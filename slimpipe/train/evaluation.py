@@ -74,6 +74,7 @@ class Evaluation:
             session.progress,
             trained.trace,
             trained.layer_slots,
+            slot_streams=trained.slot_streams,
         )
         with self._training_left_alone():
             warm_up_evaluation(

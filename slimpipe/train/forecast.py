@@ -109,6 +109,7 @@ def footprints(
         near=near,
         rings=rings_by_rank(config, planned, near),
         swap=planned.swap,
+        kv=planned.kv,
     )
 
 

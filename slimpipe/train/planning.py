@@ -14,8 +14,10 @@ from slimpipe.schedule import (
     Exchange,
     Gatherings,
     HostLinks,
+    KVStream,
     Peaks,
     Plan,
+    Rate,
     Swap,
     Timeline,
     Together,
@@ -30,6 +32,7 @@ from slimpipe.schedule import (
     if_shorter,
     least_send_window,
     lower,
+    most_held,
     output_layer_costs,
     place_layers,
     replay_in_order,
@@ -57,6 +60,33 @@ class Planned:
     """What goes to the host, where `memory.swap` asks for it (`slimpipe.train.swapping`)."""
     swap_waits: tuple[float, ...] = ()
     """By rank, seconds that compute waits for it, on paper."""
+    kv: KVStream | None = None
+    """On which ranks keys and values are in host memory, where `memory.kv_swap` has them there."""
+    kv_waits: tuple[float, ...] = ()
+    """As `swap_waits`, for keys and values."""
+
+    def kv_bytes(self, rank: int) -> int:
+        """Of host memory for keys and values and their gradients."""
+        return 0 if self.kv is None else self.kv.on_host(rank, self.peaks.kv_slots[rank])
+
+    def host_bytes(self, rank: int) -> int:
+        """Of host memory, at most at once."""
+        units = 0
+        if self.swap is not None:
+            sizes = self.swap.bytes
+            units = most_held(self.plan.ranks[rank], sizes.held[rank], sizes.movable[rank]).host
+        return units + self.kv_bytes(rank)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may go to the host on some rank."""
+        return self.swap is not None or self.kv is not None
+
+    def host_links(self, rate: Rate) -> HostLinks | None:
+        """For one simulation; None where nothing moves. `rate`: of a rank's link, each way, in seconds and bytes."""
+        if not self.moves:
+            return None
+        return HostLinks(self.plan.shape.p, None if self.swap is None else self.swap.bytes, rate, self.kv)
 
 
 def make_plan(config: Config, progress: Callable[[str], None] = lambda what: None) -> Planned:

@@ -42,7 +42,7 @@ from slimpipe.train.state import live_state, real_rows
 from slimpipe.train.step_memory import bytes_to_reserve, footprint, warm_up_and_reserve
 from slimpipe.train.step_metrics import StepMetrics
 from slimpipe.train.step_rows import StepRows
-from slimpipe.train.swapping import make_swaps, plan_swaps
+from slimpipe.train.swapping import make_slot_streams, make_swaps, plan_swaps
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -141,10 +141,9 @@ class Session:
             between = exchange_traffic if exchange_traffic is not None else self._own_between().exchange()
             keep = config.pipeline.exchange_keep == "kv"
             loans = Loans(self.exchange, self.rank, between, backend, self.clock, keep)
-        self.swaps = None
-        if self.planned.swap is not None and self.planned.swap.trips[self.rank]:
-            weights = [shard.weight for shard in self.shards.values()]
-            self.swaps = make_swaps(config, self.stages, weights, self.device, self.clock, streams)
+        weights = [shard.weight for shard in self.shards.values()]
+        self.swaps = make_swaps(config, self.planned, self.rank, self.stages, weights, self.device, self.clock, streams)
+        self.slot_streams = make_slot_streams(config, self.planned, self.rank, self.device, self.clock, streams)
         self.engine = Engine(
             self.plan,
             self.rank,
@@ -160,6 +159,7 @@ class Session:
             self.progress,
             trace,
             swaps=self.swaps,
+            slot_streams=self.slot_streams,
         )
         self.unit_bytes, self.swap_bytes = warm_up_and_reserve(self)
         """Bytes that one unit keeps for its backward in the largest chunk; and of a unit of each chunk what can go to

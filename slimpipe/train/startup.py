@@ -8,7 +8,7 @@ from typing import Final, get_args
 from slimpipe.config import Recompute
 from slimpipe.kernels.attention import select_backend
 from slimpipe.plan.footprint import Footprint
-from slimpipe.schedule import bubble_fraction, most_held
+from slimpipe.schedule import assign_kv_slots, bubble_fraction
 from slimpipe.train.attention import is_measured
 from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.forecast import Forecast
@@ -102,19 +102,20 @@ def _fit(run: Forecast) -> Iterator[str]:
 
 
 def _swap(run: Forecast) -> Iterator[str]:
-    """What will move, on the ranks that move least and most."""
+    """What will move, on the ranks that move the most."""
     config, planned = run.config, run.planned
+    yield from _keys(run)
     if config.memory.swap == "off":
         return
     if planned.swap is None or not any(planned.swap.trips):
         why = "no budget on a CPU: set memory.gpu_budget_gib" if planned.swap is None else "everything fits"
-        yield f"swap: nothing moves ({why})"
+        yield f"swap: nothing moves ({why})" if planned.kv is None else f"swap: no activations move ({why})"
         return
     swap, units = planned.swap, config.shape.units
     moved = [swap.moved(rank) for rank in range(config.shape.p)]
     rank = max(range(len(moved)), key=lambda rank: moved[rank])
-    host = most_held(planned.plan.ranks[rank], swap.bytes.held[rank], swap.bytes.movable[rank]).host
-    size, unit = (2**30, "GiB") if moved[rank] >= 2**30 else (2**20, "MiB")
+    host = planned.host_bytes(rank) - planned.kv_bytes(rank)
+    size, unit = _unit_for(moved[rank])
     yield (
         f"swap: rank {rank} moves the most: {len(swap.trips[rank])} of {units} units a step, {moved[rank] / size:.2f} "
         f"{unit} out and back; {host / size:.2f} {unit} of host memory; waits {max(planned.swap_waits):.3f} s on paper"
@@ -125,6 +126,29 @@ def _swap(run: Forecast) -> Iterator[str]:
             f"warning: swap: all that can be moved leaves {over / 2**30:.2f} GiB above the budget. "
             "Raise pipeline.slices, or choose more memory.recompute"
         )
+
+
+def _keys(run: Forecast) -> Iterator[str]:
+    """Keys and values that stream, on the rank with most of them."""
+    planned, shape = run.planned, run.config.shape
+    if planned.kv is None:
+        return
+    streaming = [rank for rank in range(shape.p) if planned.kv.ranks[rank]]
+    which = "all ranks" if len(streaming) == shape.p else f"ranks {', '.join(map(str, streaming))}"
+    rank = max(streaming, key=planned.kv_bytes)
+    host = planned.kv_bytes(rank)
+    device = sum(run.memory[rank].terms[term] for term in ("KV slots", "dK, dV"))
+    out, back = planned.kv.moved(planned.plan, rank, assign_kv_slots(shape, planned.plan.compute(rank)))
+    size, unit = _unit_for(host)
+    yield (
+        f"keys and values: in host memory, by layer, on {which}; rank {rank} has the most: {host / size:.2f} {unit} "
+        f"there, {device / size:.2f} {unit} on the device; {out / size:.2f} {unit} out and {back / size:.2f} {unit} "
+        f"back a step; waits {max(planned.kv_waits):.3f} s on paper"
+    )
+
+
+def _unit_for(size: int) -> tuple[int, str]:
+    return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
 
 
 def remedy(run: Forecast, footprint: Footprint) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from slimpipe.plan.memory import small_tensor_bytes
 from slimpipe.runtime.reserve import SMALL, reserve
 from slimpipe.runtime.warm_up import warm_up
 from slimpipe.train.forecast import footprints
-from slimpipe.train.swapping import pin_host_memory
+from slimpipe.train.swapping import pin_host_memory, pinning_slots
 
 if TYPE_CHECKING:
     from slimpipe.train.session import Session
@@ -41,12 +42,12 @@ def warm_up_and_reserve(session: Session) -> tuple[int, tuple[int, ...]]:
     chunk that can go to the host, measured; nothing where none does.
     """
     config, engine, device = session.config, session.engine, session.device
-    unit_bytes = warm_up(engine, config.train.micro_batch, config.model.hidden_size, session.dtype, device)
+    together = partial(_on_this_machine, session)
+    with pinning_slots(config, session.planned, session.rank, device, together):
+        unit_bytes = warm_up(engine, config.train.micro_batch, config.model.hidden_size, session.dtype, device)
     swap_bytes: tuple[int, ...] = ()
     if session.planned.swap is not None and any(session.planned.swap.trips):
-        swap_bytes = pin_host_memory(
-            config, engine, session.rank, device, lambda nbytes: _on_this_machine(session, nbytes)
-        )
+        swap_bytes = pin_host_memory(config, engine, session.rank, device, together)
     session.gradient_buffer.zero()
     if device.type == "cuda":
         _ = session.optimizer  # its memory comes before what is left is reserved

@@ -71,19 +71,25 @@ class SwapMetrics:
     """Swaps of one step. Seconds are summed over a rank's actions and averaged over ranks; lists are by rank."""
 
     exposed_s: float
-    """Compute waited so long for copies: out, before their memory was used again (V), and back (R)."""
+    """Compute waited so long for copies: out, before their memory was used again (V), and back (R); and of keys and
+    values (KV)."""
     exposed_out_s: float
     exposed_back_s: float
+    exposed_kv_s: float
     out_bytes: tuple[int, ...]
     back_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...]
     """Meant to move, and kept on the device for want of host memory."""
     pinned_bytes: tuple[int, ...]
-    """Of host memory."""
+    """Of host memory, for all that moves."""
+    kv_out_bytes: tuple[int, ...]
+    """Keys, values and their gradients, where they stream; `out_bytes` and `back_bytes` are activations alone."""
+    kv_back_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Tensor) -> SwapMetrics:
-        """rows [p, 6] float64: seconds exposed out and back, bytes out, back, kept and pinned."""
-        out, back = float(rows[:, 0].mean()), float(rows[:, 1].mean())
-        bytes = (tuple(int(value) for value in rows[:, column]) for column in range(2, 6))
-        return cls(out + back, out, back, *bytes)
+        """rows [p, 9] float64: seconds exposed out, back and for keys and values; bytes out, back, kept and pinned, and
+        of keys and values out and back."""
+        out, back, keys = (float(rows[:, column].mean()) for column in range(3))
+        bytes = (tuple(int(value) for value in rows[:, column]) for column in range(3, 9))
+        return cls(out + back + keys, out, back, keys, *bytes)

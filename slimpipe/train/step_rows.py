@@ -34,8 +34,9 @@ class StepRows:
         kinds = sorted({op.value for op in told_apart if not (op.is_transfer or op.is_help or op.is_swap)})
         if session.exchange is not None:
             kinds += ["exchange B", "exchange F"]
-        if session.planned.swap is not None:  # on a rank that moves nothing too: all ranks' rows are as long
-            kinds += ["R", "V"]
+        # On a rank that moves nothing too: all ranks' rows are as long.
+        kinds += ["R", "V"] if session.planned.swap is not None else []
+        kinds += ["KV"] if session.planned.kv is not None else []
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, peak_memory(session), *waited]
         exchanged, swapped = _exchanged(session, time), _swapped(session, time)
@@ -80,8 +81,10 @@ def _exchanged(session: Session, time: StepTime) -> list[float]:
 
 def _swapped(session: Session, time: StepTime) -> list[float]:
     """This rank's swaps of a step, for `SwapMetrics.of`; nothing where nothing is to move on any rank."""
-    if session.planned.swap is None:
+    if not session.planned.moves:
         return []
-    found = session.swaps
-    moved = [0, 0, 0, 0] if found is None else [found.moved_out, found.moved_in, found.kept, found.arenas.pinned]
-    return [time.waits.get("V", 0.0), time.waits.get("R", 0.0), *moved]
+    units, keys = session.swaps, session.slot_streams
+    moved = [0, 0, 0] if units is None else [units.moved_out, units.moved_in, units.kept]
+    streamed = [0, 0] if keys is None else [keys.moved_out, keys.moved_in]
+    pinned = sum(found.arenas.pinned for found in (units, keys) if found is not None)
+    return [*(time.waits.get(kind, 0.0) for kind in ("V", "R", "KV")), *moved, pinned, *streamed]

@@ -6,7 +6,8 @@ no ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -15,16 +16,19 @@ from torch import Tensor
 
 from slimpipe.config import ConfigError
 from slimpipe.plan.flops import layer_flops_per_token
+from slimpipe.plan.footprint import Footprint
 from slimpipe.plan.hardware import HardwareProfile
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
-from slimpipe.plan.swap import DEFAULT_FLOPS, MIN_BYTES, SwapSetting, host_link, unit_bytes
+from slimpipe.plan.swap import DEFAULT_FLOPS, MIN_BYTES, SwapSetting, host_link, key_stream, unit_bytes
 from slimpipe.runtime.clock import Clock
 from slimpipe.runtime.engine import Engine
+from slimpipe.runtime.kv_streaming import KVHostMemoryError, SlotStreams
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.swap_memory import HostMemoryError, host_need, pin
-from slimpipe.schedule import HostLinks, Timeline, check, exchange_refusal, most_held
+from slimpipe.schedule import HostLinks, KVStream, Timeline, check, exchange_refusal
 from slimpipe.swap import UnitSwaps
+from slimpipe.swap.host_memory import available
 from slimpipe.swap.streams import Streams, make_streams
 from slimpipe.swap.units import ARENA_BYTES
 from slimpipe.train.dtypes import DTYPES
@@ -56,11 +60,41 @@ def plan_swaps(
     Raises ConfigError, naming the key, where what cannot move is above the GPU budget that is set, or the host budget
     does not suffice. A GPU that is too small for what `auto` leaves is the forecast's to tell.
     """
-    amount = config.memory.swap
-    if amount == "off":
+    memory = config.memory
+    if memory.swap == "off" and memory.kv_swap != "on":
         return planned
     progress("placing the swaps")
+    profile = None if config.pipeline.hardware is None else load_hardware(config.pipeline.hardware)
+    if memory.kv_swap == "on":
+        planned = replace(planned, kv=kv_stream(config, planned, (True,) * config.shape.p))
+    found = _swapped(config, planned, device, assumed_bytes, profile)
+    if memory.swap == memory.kv_swap == "auto" and found.swap is not None:
+        over = _over_budget(config, found, device, assumed_bytes)
+        if any(over):
+            streamed = replace(planned, kv=kv_stream(config, planned, over))
+            found = _swapped(config, streamed, device, assumed_bytes, profile)
+    if not found.moves:
+        return planned
+    _refuse_budgets(config, found, Forecast(config, found, device, assumed_bytes))
+    progress("checking the swaps")
+    check(found.plan, found.exchange, swap=found.swap)
+    timeline = in_seconds(config, found, profile, found.host_links(host_link(profile)))
+    return replace(found, swap_waits=timeline.swap_waited, kv_waits=timeline.keys_waited)
+
+
+def _swapped(
+    config: Config,
+    planned: Planned,
+    device: torch.device,
+    assumed_bytes: int | None,
+    profile: HardwareProfile | None,
+) -> Planned:
+    """With the units that `memory.swap` moves, where it moves any."""
+    amount = config.memory.swap
     forecast = Forecast(config, planned, device, assumed_bytes)
+    budget = _budget(config, forecast) if amount == "auto" else None
+    if amount == "off" or (amount == "auto" and budget is None):
+        return planned
     sizes = unit_bytes(
         config.model,
         config.memory.recompute,
@@ -71,19 +105,37 @@ def plan_swaps(
         DTYPES[config.train.dtype].itemsize,
         least_bytes(device),
     )
-    profile = None if config.pipeline.hardware is None else load_hardware(config.pipeline.hardware)
-    budget = _budget(config, forecast) if amount == "auto" else None
-    setting = SwapSetting(amount, sizes, host_link(profile), budget)
-    if amount == "auto" and budget is None:
-        return planned
-    plan, swap = setting.apply(planned.plan, in_seconds(config, planned, profile))
-    assert swap is not None
-    _refuse_host_budget(config, setting, replace(planned, plan=plan))
-    progress("checking the swaps")
-    check(plan, planned.exchange, swap=swap)
-    found = replace(planned, plan=plan, swap=swap)
-    waits = in_seconds(config, found, profile, setting.links()).swap_waited
-    return replace(found, swap_waits=waits)
+    rate = host_link(profile)
+    timeline = in_seconds(config, planned, profile, planned.host_links(rate))
+    plan, swap = SwapSetting(amount, sizes, rate, budget).apply(planned.plan, timeline)
+    return replace(planned, plan=plan, swap=swap)
+
+
+def kv_stream(config: Config, planned: Planned, ranks: Sequence[bool]) -> KVStream | None:
+    """Keys and values in host memory on these ranks; None where on none."""
+    placement = Forecast(config, planned, torch.device("cpu")).placement
+    tokens = config.train.micro_batch * config.data.sequence_length // config.shape.n
+    element = DTYPES[config.train.dtype].itemsize
+    return key_stream(config.model, config.shape, placement, tokens, ranks, element) if any(ranks) else None
+
+
+def _over_budget(config: Config, planned: Planned, device: torch.device, assumed_bytes: int | None) -> tuple[bool, ...]:
+    """Ranks that moving activations does not bring within the budget, and that have more layers than room for."""
+    swap = planned.swap
+    budget = _budget(config, Forecast(config, planned, device, assumed_bytes))
+    assert swap is not None and budget is not None
+    everywhere = kv_stream(config, planned, (True,) * config.shape.p)
+    streamed = Forecast(config, replace(planned, kv=everywhere), device, assumed_bytes)
+    plain = Forecast(config, planned, device, assumed_bytes)
+    return tuple(
+        (swap.budget[rank] > swap.wanted[rank] or budget[rank] <= 0)
+        and streamed.memory[rank].total < plain.memory[rank].total
+        for rank in range(config.shape.p)
+    )
+
+
+def _stays(footprint: Footprint) -> int:
+    return footprint.total - footprint.terms["activations"]
 
 
 def _budget(config: Config, forecast: Forecast) -> tuple[float, ...] | None:
@@ -92,29 +144,29 @@ def _budget(config: Config, forecast: Forecast) -> tuple[float, ...] | None:
     if asked is None and forecast.device_bytes is None:
         return None
     whole = asked * GIB if asked is not None else (1 - MARGIN) * (forecast.device_bytes or 0)
-    stays = [footprint.total - footprint.terms["activations"] for footprint in forecast.memory]
-    rank = max(range(len(stays)), key=lambda rank: stays[rank])
-    if asked is not None and stays[rank] >= whole:
+    return tuple(max(0.0, whole - _stays(footprint)) for footprint in forecast.memory)
+
+
+def _refuse_budgets(config: Config, planned: Planned, forecast: Forecast) -> None:
+    """Those that cannot be kept."""
+    asked, budget = config.memory.gpu_budget_gib, config.memory.host_budget_gib
+    stays = [_stays(footprint) for footprint in forecast.memory]
+    fullest = max(range(len(stays)), key=lambda rank: stays[rank])
+    if asked is not None and stays[fullest] >= asked * GIB:
         problem = (
-            f"memory.gpu_budget_gib = {asked}: on rank {rank} weights, gradients, optimizer, keys and values and all "
-            f"else that cannot move take {stays[rank] / GIB:.3g} GiB; set it above that, or raise parallel.pp"
+            f"memory.gpu_budget_gib = {asked}: on rank {fullest} weights, gradients, optimizer, keys and values and "
+            f"all else that cannot move take {stays[fullest] / GIB:.3g} GiB; set it above that, or raise parallel.pp"
         )
         raise ConfigError([problem])
-    return tuple(max(0.0, whole - bytes) for bytes in stays)
-
-
-def _refuse_host_budget(config: Config, setting: SwapSetting, planned: Planned) -> None:
-    budget = config.memory.host_budget_gib
-    if budget is None:
-        return
-    sizes = setting.sizes
-    for rank, actions in enumerate(planned.plan.ranks):
-        need = most_held(actions, sizes.held[rank], sizes.movable[rank]).host
-        if need > budget * GIB:
+    for rank in range(config.shape.p):
+        need = planned.host_bytes(rank)
+        if budget is not None and need > budget * GIB:
+            keys, units = planned.kv_bytes(rank), config.memory.swap
+            settings = [f"memory.swap = {units}"] if need > keys else []
+            settings += [f"memory.kv_swap = {config.memory.kv_swap}"] if keys else []
             problem = (
                 f"memory.host_budget_gib = {budget}: rank {rank} needs {need / GIB:.3g} GiB of host memory for "
-                f"memory.swap = {config.memory.swap}; raise it, or move less (a smaller share, or more "
-                "memory.recompute)"
+                f"{' and '.join(settings)}; raise it, or move less (a smaller share, or more memory.recompute)"
             )
             raise ConfigError([problem])
 
@@ -139,24 +191,81 @@ def in_seconds(
 
 def make_swaps(
     config: Config,
+    planned: Planned,
+    rank: int,
     stages: Sequence[Stage],
     weights: Sequence[Tensor],
     device: torch.device,
     clock: Clock,
     streams: Streams | None,
-) -> UnitSwaps:
-    """Of one rank. `weights`: what stays beside the stages' parameters. No host memory is taken yet."""
+) -> UnitSwaps | None:
+    """Of one rank; None where no unit of it moves. `weights`: what stays beside the stages' parameters. No host memory
+    is taken yet."""
+    if planned.swap is None or not planned.swap.trips[rank]:
+        return None
     modules = [part for stage in stages for part in (stage.embedding, *stage.blocks, stage.head) if part is not None]
-    budget = config.memory.host_budget_gib
+    budget = _host_budget(config)
     return UnitSwaps(
         streams or make_streams(device),
         modules,
         weights,
         least_bytes(device),
-        None if budget is None else int(budget * GIB),
+        None if budget is None else budget - planned.kv_bytes(rank),
         lambda inward: clock.waiting("R" if inward else "V"),
-        ARENA_BYTES if device.type == "cuda" else 1 << 20,
+        _arena_bytes(device),
     )
+
+
+def make_slot_streams(
+    config: Config, planned: Planned, rank: int, device: torch.device, clock: Clock, streams: Streams | None
+) -> SlotStreams | None:
+    """Of one rank; None where its keys and values stay. On streams of its own: the next layer's keys do not wait behind
+    a whole unit."""
+    if planned.kv is None or not planned.kv.ranks[rank]:
+        return None
+    return SlotStreams(
+        streams or make_streams(device),
+        max(planned.peaks.kv_slots[rank]),
+        _host_budget(config),
+        lambda: clock.waiting("KV"),
+        _arena_bytes(device),
+    )
+
+
+def _host_budget(config: Config) -> int | None:
+    """In bytes."""
+    budget = config.memory.host_budget_gib
+    return None if budget is None else int(budget * GIB)
+
+
+def _arena_bytes(device: torch.device) -> int:
+    return ARENA_BYTES if device.type == "cuda" else 1 << 20
+
+
+@contextmanager
+def pinning_slots(
+    config: Config, planned: Planned, rank: int, device: torch.device, together: Callable[[int], float]
+) -> Iterator[None]:
+    """Around the warm-up, which takes the host memory of keys and values that stream. Collective, with `together` as
+    for `pin_host_memory`; raises ValueError where it is not to be had."""
+    if planned.kv is None:
+        yield
+        return
+    need = planned.kv_bytes(rank)
+    had, wanted = available() if device.type == "cuda" else None, together(need)
+    try:
+        if had is not None and wanted > had:
+            raise KVHostMemoryError(
+                f"{need / GIB:.1f} GiB of pinned host memory are needed, {wanted / GIB:.1f} GiB by all ranks of this "
+                f"machine, which has {had / GIB:.1f} GiB available"
+            )
+        yield
+    except KVHostMemoryError as error:
+        raise ValueError(
+            f"memory.kv_swap = {config.memory.kv_swap}, rank {rank}: {error}; set it to off, raise parallel.pp, or "
+            "give the run more host memory (memory.host_budget_gib, the container's limit, ulimit -l)"
+        ) from error
+    together(0)  # all have theirs before anyone looks at what is left
 
 
 def pin_host_memory(

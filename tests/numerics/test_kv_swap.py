@@ -1,0 +1,277 @@
+"""Keys and values in host memory, by layer: every number is, bit for bit, what it is with them on the device; on
+streams whose copies come as late as they may, or in odd orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from slimpipe.config import ConfigError
+from slimpipe.runtime import kv_streaming
+from slimpipe.runtime.kv_streaming import SlotStreams, StreamedSlots
+from slimpipe.swap import SimulatedStreams
+from slimpipe.swap.streams import Event
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
+from slimpipe.train.session import Session
+from slimpipe.train.swapping import pinning_slots, plan_swaps
+from tests.numerics.harness import batch_of, case, config_of, copies
+from tests.numerics.test_swap import numbers
+from tests.support.cover import Case
+from tests.support.pool import Pool
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def with_keys(layout: Case, swap: str | float = "off", **sections: Any) -> Any:
+    return config_of(layout, memory={"recompute": layout.recompute, "swap": swap, "kv_swap": "on"}, **sections)
+
+
+def compare(rank: int, world: int, layout: Case, swap: str | float, order: Any) -> dict[str, Any]:
+    """On a rank: the same with keys and values on the device and on the host; and what that moved and took."""
+    expected = numbers(Session(config_of(layout)), layout)
+    streams = SimulatedStreams(order=order, seed=rank)
+    session = Session(with_keys(layout, swap), streams=streams)
+    found = numbers(session, layout)
+    assert len(found) == len(expected)
+    kv, keys = session.planned.kv, session.slot_streams
+    assert kv is not None and keys is not None
+    terms = session.footprint.terms
+    return {
+        "different": [i for i, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)],
+        "faults": streams.faults,
+        "moved": (keys.moved_out, keys.moved_in),
+        "planned": kv.moved(session.plan, rank, session.engine.slots),
+        "device": keys.device_bytes,
+        "forecast": terms["KV slots"] + terms["dK, dV"],
+        "host": keys.arenas.in_use,
+        "host forecast": session.planned.kv_bytes(rank),
+    }
+
+
+LAYOUTS = [
+    (case(n=4, m=1), "off", "late"),
+    (case(n=4, m=2, v=2, recompute="norms", kv="mha"), "off", "random"),
+    (case(pp=2, n=1, m=3, schedule="1f1b", recompute="mlp"), "off", "late"),
+    (case(pp=2, n=4, m=1, recompute="mlp"), 1.0, "late"),
+    (case(pp=2, n=4, m=2, recompute="full", vocab_parallel=True), 0.5, "random"),
+    (case(pp=2, n=4, m=3, v=2, recompute="all_but_attention", vocab_parallel=True, tied=True), 0.7, "late"),
+    (case(pp=2, n=4, m=2, tied=True, qk_norm=True, mask="ragged", micro_batch=2), "off", "late"),
+    (case(pp=2, n=8, m=2, exchange="balanced", granule=2, vocab_parallel=True), "off", "late"),
+    (case(pp=2, n=4, m=2, layers="uneven", recompute="norms"), 1.0, "late"),
+    (case(pp=3, n=4, m=2, v=2, recompute="none"), "off", "random"),
+    (case(pp=3, n=8, m=2, exchange="pairwise", granule=4, recompute="full", vocab_parallel=True), "off", "random"),
+    (case(pp=4, n=8, m=2, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), 1.0, "late"),
+    # One layer a chunk: the next layer is the same one again.
+    (case(pp=4, n=4, m=3, v=2, recompute="mlp"), "off", "late"),
+    (case(pp=4, n=4, m=4, v=2, recompute="full"), "off", "early"),
+]
+
+
+@pytest.mark.parametrize(("layout", "swap", "order"), LAYOUTS, ids=lambda value: str(value).replace(" ", ""))
+def test_bitwise(layout: Case, swap: str | float, order: str, pool: Callable[[int], Pool]) -> None:
+    for report in pool(layout.pp).run(compare, layout, swap, order):
+        assert report["different"] == report["faults"] == []
+        assert report["moved"] == report["planned"]
+        assert min(report["planned"]) > 0
+        assert report["device"] == report["forecast"]
+        assert report["host"] == report["host forecast"]
+
+
+def test_what_is_not_expected_is_served() -> None:
+    """Visits in another order than was said, or that nobody has said: only later."""
+    layout = case(n=4, m=2)
+    expected = numbers(Session(config_of(layout)), layout)
+    for visits in ((), tuple):
+        session = Session(with_keys(layout), streams=SimulatedStreams(order="late"))
+        said = session.engine._visits
+        session.engine._visits = said[::-2] if visits else ()
+        found = numbers(session, layout)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("model", ["Unlike", "Sparse"])
+def test_layers_that_differ(model: str) -> None:
+    """In heads, and in whether they attend at all."""
+    layout = case(n=4, m=2, v=2)
+    sections = {"model": {"name": f"tests.support.unlike_models:{model}"}}
+    expected = numbers(Session(config_of(layout, **sections)), layout)
+    session = Session(with_keys(layout, **sections), streams=SimulatedStreams(order="late"))
+    assert all(torch.equal(*pair) for pair in zip(numbers(session, layout), expected, strict=True))
+    keys = session.slot_streams
+    assert keys is not None
+    terms = session.footprint.terms
+    assert keys.device_bytes == terms["KV slots"] + terms["dK, dV"]
+    assert 0 < keys.arenas.in_use < session.planned.kv_bytes(0)
+
+
+# ---- what is left out shows ----
+
+
+def no_wait() -> AbstractContextManager[Any]:
+    return mock.patch.object(SimulatedStreams, "wait", lambda self, event: None)
+
+
+Waits = tuple[list[Event], list[Event]]
+
+
+def _copies_in_without(what: Callable[[Any, list[Event]], Waits]) -> AbstractContextManager[Any]:
+    original = SlotStreams._copy_in
+
+    def copy_in(self: Any, slots: Any, room: Any, host: Any, ranges: Any, written: list[Event]) -> list[Event]:
+        room.after, written = what(room, written)
+        return original(self, slots, room, host, ranges, written)
+
+    return mock.patch.object(SlotStreams, "_copy_in", copy_in)
+
+
+def copies_in_do_not_wait_for_what_they_read() -> AbstractContextManager[Any]:
+    return _copies_in_without(lambda room, written: (room.after, []))
+
+
+def rooms_are_filled_while_they_are_read() -> AbstractContextManager[Any]:
+    return _copies_in_without(lambda room, written: ([], written))
+
+
+def slots_are_fetched_before_they_are_written() -> AbstractContextManager[Any]:
+    return mock.patch.object(kv_streaming, "_both", lambda some, others: ())
+
+
+def one_room() -> AbstractContextManager[Any]:
+    """The next layer's copies go where this one's compute is."""
+    return mock.patch.object(kv_streaming._Kind, "next", lambda self: self.rooms[0])
+
+
+def gradients_stay() -> AbstractContextManager[Any]:
+    original = StreamedSlots.leave
+
+    def leave(self: StreamedSlots) -> None:
+        current = self._streams._current
+        assert current is not None
+        current.gradients = None
+        original(self)
+
+    return mock.patch.object(StreamedSlots, "leave", leave)
+
+
+BROKEN = (
+    no_wait,
+    copies_in_do_not_wait_for_what_they_read,
+    rooms_are_filled_while_they_are_read,
+    slots_are_fetched_before_they_are_written,
+    one_room,
+    gradients_stay,
+)
+
+
+@pytest.mark.parametrize("broken", [None, *BROKEN], ids=lambda broken: "sound" if broken is None else broken.__name__)
+def test_what_is_left_out_gives_wrong_numbers(broken: Callable[[], AbstractContextManager[Any]] | None) -> None:
+    layout = case(n=4, m=2)
+    plain = Session(config_of(layout))
+    expected = plain.step_gradients(*batch_of(layout)), copies(plain.gradients())
+    session = Session(with_keys(layout), streams=SimulatedStreams(order="late"))
+    with nullcontext() if broken is None else broken():
+        loss = session.step_gradients(*batch_of(layout))
+    found = session.gradients()
+    same = loss == expected[0] and all(torch.equal(found[name], value) for name, value in expected[1].items())
+    assert same == (broken is None)
+
+
+# ---- memory, refusals, and what is told ----
+
+LONG = case(pp=2, n=8, m=2, recompute="all_but_attention")
+
+
+def auto(budget: float, layout: Case = LONG, **more: Any) -> Any:
+    memory = {"recompute": layout.recompute, "swap": "auto", "gpu_budget_gib": budget, **more}
+    return config_of(layout, memory=memory)
+
+
+def test_auto_streams_where_activations_are_not_enough() -> None:
+    """On the ranks where they are not, and on no other. With budgets within reach of moving activations none does."""
+    plan = make_plan(config_of(LONG))
+    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0})
+    everything = Forecast(config, plan_swaps(config, plan, CPU), CPU).memory
+    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0, "kv_swap": "on"})
+    reached = [found.total for found in everything]
+    streamed = Forecast(config, plan_swaps(config, plan, CPU), CPU).memory
+    saved = [kept.total - found.total for kept, found in zip(everything, streamed, strict=True)]
+    first, second = sorted(range(2), key=lambda rank: reached[rank])
+    between = reached[second] - saved[second] / 2
+    assert between > reached[first]
+    roomy = plan_swaps(auto(1.02 * max(reached) / GIB), plan, CPU)
+    assert roomy.kv is None and roomy.swap is not None and roomy.swap.fits
+    one = plan_swaps(auto(between / GIB), plan, CPU)
+    assert one.kv is not None and one.swap is not None and one.swap.fits
+    assert [one.kv.ranks[rank] for rank in (first, second)] == [False, True]
+    assert Forecast(config_of(LONG), one, CPU).memory[second].total <= between
+    off = plan_swaps(auto(between / GIB, kv_swap="off"), plan, CPU)
+    assert off.kv is None and off.swap is not None and not off.swap.fits
+
+
+def test_auto_is_nothing_without_a_budget() -> None:
+    """With `swap` off or a share, keys and values stay; and on a CPU without a budget all does."""
+    plan = make_plan(config_of(LONG))
+    for swap in ("off", 0.5, "auto"):
+        assert plan_swaps(config_of(LONG, memory={"recompute": LONG.recompute, "swap": swap}), plan, CPU).kv is None
+
+
+def test_metrics_say_what_streamed() -> None:
+    layout = case(n=4, m=2)
+    session = Session(with_keys(layout), streams=SimulatedStreams())
+    metrics = session.train_step(*batch_of(layout))
+    found, keys, kv = metrics.swap, session.slot_streams, session.planned.kv
+    assert found is not None and keys is not None and kv is not None
+    assert (found.kv_out_bytes[0], found.kv_back_bytes[0]) == kv.moved(session.plan, 0, session.engine.slots)
+    assert found.out_bytes == found.back_bytes == found.kept_bytes == (0,)
+    assert found.pinned_bytes == (keys.arenas.pinned,)
+    assert found.exposed_s == found.exposed_kv_s > 0
+    assert metrics.waits["KV"] > 0 and "V" not in metrics.waits
+
+
+def test_nothing_grows_from_step_to_step() -> None:
+    layout = case(n=4, m=2)
+    streams = SimulatedStreams()
+    session = Session(with_keys(layout), streams=streams)
+    keys = session.slot_streams
+    assert keys is not None
+    seen = []
+    for _ in range(3):
+        session.train_step(*batch_of(layout))
+        seen.append((keys.arenas.pinned, keys.arenas.in_use, streams.memory_in_use(), streams.under_way()))
+    assert seen[1:] == seen[:-1]
+    assert seen[0][2] == keys.device_bytes
+
+
+def test_no_pinned_memory_to_be_had() -> None:
+    message = r"memory\.kv_swap = on, rank 0: .* no pinned host memory beyond .*; set it to off, raise parallel\.pp"
+    with pytest.raises(ValueError, match=message):
+        Session(with_keys(case(n=4, m=2)), streams=SimulatedStreams(pinnable=1 << 12))
+
+
+def test_less_host_memory_than_all_ranks_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_keys(case(n=4, m=2))
+    planned = plan_swaps(config, make_plan(config), CPU)
+    monkeypatch.setattr("slimpipe.train.swapping.available", lambda: 3 << 30)
+    device: Any = mock.Mock(type="cuda")
+    with pinning_slots(config, planned, 0, device, lambda nbytes: 3 << 30):
+        pass
+    message = r"memory\.kv_swap = on, rank 0: .* 4\.0 GiB by all ranks .* 3\.0 GiB available"
+    with pytest.raises(ValueError, match=message), pinning_slots(config, planned, 0, device, lambda nbytes: 4 << 30):
+        pass
+
+
+def test_host_budget_that_does_not_suffice() -> None:
+    layout = case(n=4, m=2)
+    config = config_of(layout, memory={"kv_swap": "on", "host_budget_gib": 1e-6})
+    with pytest.raises(ConfigError, match=r"memory\.host_budget_gib = 1e-06: rank 0 needs .* for memory\.kv_swap = on"):
+        plan_swaps(config, make_plan(config), CPU)
+    config = config_of(layout, memory={"swap": 0.5, "kv_swap": "on", "host_budget_gib": 1e-6})
+    with pytest.raises(ConfigError, match=r"for memory\.swap = 0\.5 and memory\.kv_swap = on; raise it, or move less"):
+        plan_swaps(config, make_plan(config), CPU)

@@ -1,0 +1,193 @@
+"""The elementwise parts of a layer: plain, compiled, by Liger-Kernel, and what memory alone would take.
+
+    python -m benchmarks.fused            # one GPU, half a minute; rows in benchmarks/results/fused.jsonl
+
+One slice of 4096 tokens at the Llama-8B shape, bf16. `least_us`: the bytes that must be read and written over the rate
+of a large copy on the same GPU. Liger-Kernel where it is installed: its autograd Functions, on tensors laid out as it
+wants them. Called between other kernels a launch costs nothing, so each is timed as the median of twenty in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.attention import milliseconds
+from slimpipe.kernels import cross_entropy, merge, norm, rope, sums, swiglu
+from slimpipe.kernels.fuse import Fused
+
+RESULTS = Path(__file__).parent / "results" / "fused.jsonl"
+TOKENS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 4096, 4096, 14336, 32, 8, 128, 64128
+IN_A_ROW = 20
+COLUMNS = {"operation": "", "least_us": ".0f", "plain_us": ".0f", "compiled_us": ".0f", "of_least": ".2f"}
+COLUMNS |= {"liger_us": ".0f", "failed": ""}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`form`: the fused function; `arguments`: what it is called with; `moved`: bytes it must read and write."""
+
+    form: Fused[Any, Any]
+    arguments: tuple[Any, ...]
+    moved: int
+    liger: Callable[[], Any] | None = None
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device="cuda")
+
+
+def microseconds(work: Callable[[], Any]) -> float:
+    def row() -> None:
+        for _ in range(IN_A_ROW):
+            work()
+
+    return 1e3 * milliseconds(row) / IN_A_ROW
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def operations() -> dict[str, Callable[[], Operation]]:
+    """Made one by one: their tensors are up to a gigabyte."""
+
+    def norm_forward() -> Operation:
+        x, weight = noise(1, TOKENS, HIDDEN), noise(HIDDEN)
+        liger = _liger("rms_norm.LigerRMSNormFunction", x, weight, 1e-5, 0.0, "llama", False)
+        return Operation(norm.rms_norm_forward, (x, weight, 1e-5), 2 * nbytes(x), liger)
+
+    def norm_backward() -> Operation:
+        x, g, weight = noise(1, TOKENS, HIDDEN), noise(1, TOKENS, HIDDEN), noise(HIDDEN)
+        rstd = noise(1, TOKENS, 1, dtype=torch.float32).abs()
+        liger = _liger_backward("rms_norm.LigerRMSNormFunction", g, x, weight, 1e-5, 0.0, "llama", False)
+        return Operation(norm.rms_norm_backward, (g, x, rstd, weight), 3 * nbytes(x), liger)
+
+    def swiglu_forward() -> Operation:
+        both = noise(1, TOKENS, 2 * INTERMEDIATE)
+        gate, up = noise(1, TOKENS, INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
+        return Operation(
+            swiglu.swiglu_forward, (both,), nbytes(both) * 3 // 2, _liger("swiglu.LigerSiLUMulFunction", gate, up)
+        )
+
+    def swiglu_backward() -> Operation:
+        both, g = noise(1, TOKENS, 2 * INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
+        gate, up = noise(1, TOKENS, INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
+        liger = _liger_backward("swiglu.LigerSiLUMulFunction", g, gate, up)
+        return Operation(swiglu.swiglu_backward, (g, both), nbytes(g) + 2 * nbytes(both), liger)
+
+    def rotate() -> Operation:
+        """Queries and keys in one tensor here; Liger takes them apart, heads first."""
+        x = noise(1, TOKENS, HEADS + KV_HEADS, HEAD)
+        angles = torch.arange(float(TOKENS), device="cuda")[:, None, None] * torch.rand(HEAD // 2, device="cuda")
+        q, k = noise(1, HEADS, TOKENS, HEAD), noise(1, KV_HEADS, TOKENS, HEAD)
+        tables = [t[:, 0].repeat(1, 2)[None].bfloat16() for t in (angles.cos(), angles.sin())]
+        return Operation(
+            rope.rotate, (x, angles.cos(), angles.sin()), 2 * nbytes(x), _liger("rope.LigerRopeFunction", q, k, *tables)
+        )
+
+    def merged(parts: int) -> Operation:
+        outs = [noise(1, TOKENS, HEADS, HEAD) for _ in range(parts)]
+        lses = [noise(1, HEADS, TOKENS, dtype=torch.float32) for _ in range(parts)]
+        out = torch.empty_like(outs[0])
+        return Operation(merge._merge_into, (outs, lses, out), nbytes(*outs, out))
+
+    def summed(parts: int) -> Operation:
+        grads = [noise(1, TOKENS, HEADS, HEAD) for _ in range(parts)]
+        return Operation(sums.sum_into, (grads, torch.empty_like(grads[0])), (parts + 1) * nbytes(grads[0]))
+
+    def statistics() -> Operation:
+        logits, labels = noise(TOKENS // 2, VOCAB), torch.randint(0, VOCAB, (TOKENS // 2,), device="cuda")
+        return Operation(cross_entropy.shard_statistics, (logits, labels, 0, VOCAB), nbytes(logits))
+
+    def gradient() -> Operation:
+        logits, labels = noise(TOKENS // 2, VOCAB), torch.randint(0, VOCAB, (TOKENS // 2,), device="cuda")
+        lse = noise(TOKENS // 2, dtype=torch.float32) + 20
+        scale = torch.tensor(1e-3, device="cuda")
+        arguments = (logits, labels, lse, scale, 0, VOCAB, 2 * VOCAB, 0.0, 0.0)
+        return Operation(cross_entropy.shard_gradient, arguments, 2 * nbytes(logits))
+
+    return {
+        "RMSNorm forward": norm_forward,
+        "RMSNorm backward": norm_backward,
+        "SwiGLU forward": swiglu_forward,
+        "SwiGLU backward": swiglu_backward,
+        "RoPE, Q and K": rotate,
+        "LSE merge of 2": lambda: merged(2),
+        "LSE merge of 3": lambda: merged(3),
+        "sum of 3 gradients": lambda: summed(3),
+        "loss statistics": statistics,
+        "loss gradient": gradient,
+    }
+
+
+def _liger(name: str, *arguments: Any) -> Callable[[], Any] | None:
+    """`module.Function` of liger_kernel.ops, without gradients."""
+    function = _liger_function(name)
+    return None if function is None else lambda: function.apply(*arguments)
+
+
+def _liger_backward(name: str, g: Tensor, *arguments: Any) -> Callable[[], Any] | None:
+    """Its backward alone; the graph is kept. Liger's may write into `g`, which stays noise."""
+    function = _liger_function(name)
+    if function is None:
+        return None
+    inputs = [a.requires_grad_() if isinstance(a, Tensor) else a for a in arguments]
+    out = function.apply(*inputs)
+    wanted = [a for a in inputs if isinstance(a, Tensor)]
+    return lambda: torch.autograd.grad(out, wanted, g, retain_graph=True)
+
+
+def _liger_function(name: str) -> Any:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function)
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of a gigabyte."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-6 * microseconds(lambda: target.copy_(source)))
+
+
+def measure(operation: Operation, rate: float) -> dict[str, Any]:
+    with torch.no_grad():
+        row: dict[str, Any] = {"least_us": 1e6 * operation.moved / rate}
+        row["plain_us"] = microseconds(lambda: operation.form.plain(*operation.arguments))
+        row["compiled_us"] = microseconds(lambda: operation.form.compiled(*operation.arguments))
+    row["of_least"] = row["compiled_us"] / row["least_us"]
+    if operation.liger is not None:
+        try:
+            row["liger_us"] = microseconds(operation.liger)
+        except Exception as error:
+            row["failed"] = f"Liger-Kernel: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rate = copy_rate()
+    rows: list[dict[str, Any]] = []
+    for name, make in operations().items():
+        rows.append({"operation": name, "tokens": TOKENS, "copy_gb_s": rate / 1e9, **measure(make(), rate)})
+        print(rows[-1], flush=True)
+        record.append(options.results, rows[-1] | record.circumstances("python -m benchmarks.fused"))
+    record.table(
+        rows, COLUMNS, f"one slice of {TOKENS} tokens, Llama-8B shape, bf16; a copy moves {rate / 1e12:.2f} TB/s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
-"""Swap in the pipeline on GPUs: the bits of a run without it under deterministic kernels, memory as predicted, and no
-wait left out where copies are made slow.
+"""Swap in the pipeline on GPUs, of activations and of keys and values: the bits of a run without it under deterministic
+kernels, memory as predicted, and no wait left out where copies are made slow.
 
 One GPU runs the layouts of one rank; two also the pipeline over NCCL.
 """
@@ -185,5 +185,106 @@ def test_over_nccl(v: int, vocab: bool, exchange: str, recompute: str, tmp_path:
     plain, found = (run(made_, tmp_path) for made_ in (config, with_swap(config, 1.0)))
     together, _ = errors(found["gradients"], plain["gradients"])
     print(f"\nv={v} vocab={vocab} {exchange} {recompute}: loss {found['loss']} and {plain['loss']}, {together:.2e}")
+    assert relative_error(torch.tensor(found["loss"]), torch.tensor(plain["loss"])) <= 1e-5
+    assert together <= 1e-3
+
+
+# ---- keys and values, by layer ----
+
+
+def assert_keys_bitwise(config: Config, swap: float | str = "off") -> Session:
+    plain = made(config)
+    loss, gradients = step(plain)
+    losses = plain.token_losses(*batch())
+    del plain
+    emptied()
+    session = made(with_swap(config, swap, kv_swap="on"))
+    keys, kv = session.slot_streams, session.planned.kv
+    assert keys is not None and kv is not None
+    for _ in range(2):
+        found = step(session)
+        assert found[0] == loss
+        different = [name for name, gradient in found[1].items() if not torch.equal(gradient, gradients[name])]
+        assert different == []
+        assert (keys.moved_out, keys.moved_in) == kv.moved(session.plan, 0, session.engine.slots)
+        assert torch.equal(session.token_losses(*batch()), losses)
+        assert keys.moved_in > 0  # the evaluation's
+    assert keys.arenas.in_use == session.planned.kv_bytes(0)
+    return session
+
+
+@pytest.mark.parametrize("mode", ["norms", "all_but_attention", "full"])
+def test_keys_bitwise(mode: str) -> None:
+    assert_keys_bitwise(settings(1, 1, 8, recompute=mode, deterministic=True))
+
+
+def test_keys_bitwise_with_several_chunks_beside_units() -> None:
+    session = assert_keys_bitwise(settings(1, 2, 8, recompute="mlp", deterministic=True), 0.7)
+    assert session.swaps is not None and session.swaps.moved_out > 0
+
+
+def test_keys_bitwise_with_slow_copies() -> None:
+    config = settings(1, 1, 8, recompute="norms", deterministic=True)
+    with slow_copies(500_000):
+        session = assert_keys_bitwise(config)
+        metrics = session.train_step(*batch())
+    assert metrics.swap is not None
+    assert metrics.swap.exposed_kv_s > 0
+
+
+def test_slow_copies_of_keys_would_show() -> None:
+    config = settings(1, 1, 8, recompute="norms", deterministic=True)
+    loss, _ = step(made(config))
+    session = made(with_swap(config, "off", kv_swap="on"))
+    with slow_copies(2_000_000), mock.patch.object(CudaStreams, "wait", lambda self, event: None):
+        found = step(session)
+    torch.cuda.synchronize()
+    assert found[0] != loss
+
+
+def test_memory_of_keys_is_what_was_predicted() -> None:
+    """Between steps to the byte, and at the peak, which what a backward needs beside them is the same of."""
+    config = settings(1, 1, 8, recompute="all_but_attention")
+    held, peaks, predicted = [], [], []
+    for settings_ in (config, with_swap(config, "off", kv_swap="on")):
+        emptied()
+        before = torch.cuda.memory_allocated()
+        session = made(settings_)
+        session.train_step(*batch())
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held.append(torch.cuda.memory_allocated() - before)
+        session.train_step(*batch())
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        predicted.append(session.footprint.terms["KV slots"] + session.footprint.terms["dK, dV"])
+        if session.slot_streams is not None:
+            assert session.slot_streams.device_bytes == predicted[-1]
+            pinned, need = session.slot_streams.arenas.pinned, session.planned.kv_bytes(0)
+            assert need <= pinned <= need + 2**30
+        del session
+    print(f"\nheld {held}, peaks {peaks}, predicted {predicted}")
+    expected = predicted[0] - predicted[1]
+    assert expected > 32 << 20
+    assert abs(held[0] - held[1] - expected) <= 1 << 20
+    assert abs(peaks[0] - peaks[1] - expected) <= 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("v", "vocab", "exchange", "recompute", "swap"),
+    [
+        (1, False, "off", "norms", "off"),
+        (2, True, "off", "all_but_attention", 1.0),
+        (1, True, "balanced", "full", "off"),
+    ],
+)
+def test_keys_over_nccl(v: int, vocab: bool, exchange: str, recompute: str, swap: float | str, tmp_path: Path) -> None:
+    """As `test_over_nccl`."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, here {torch.cuda.device_count()}")
+    config = settings(2, v, 8, vocab, recompute=recompute, exchange=exchange, deterministic=True)
+    plain, found = (run(made_, tmp_path) for made_ in (config, with_swap(config, swap, kv_swap="on")))
+    together, _ = errors(found["gradients"], plain["gradients"])
+    print(f"\nv={v} vocab={vocab} {exchange} {recompute} keys: {found['loss']} and {plain['loss']}, {together:.2e}")
     assert relative_error(torch.tensor(found["loss"]), torch.tensor(plain["loss"])) <= 1e-5
     assert together <= 1e-3

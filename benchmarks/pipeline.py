@@ -176,8 +176,8 @@ CASES: dict[str, dict[str, Any]] = {
     "512k-n32-swap-auto": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "swap": "auto"},
     "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
     "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
-    # Keys and values in host memory, by layer: of all there are, and where activations alone do not do it. The lengths
-    # are those that 256 GiB and 512 GiB of host memory have room for.
+    # Keys and values in host memory, by layer: everywhere, and where activations alone do not do it. All ranks together
+    # need 189 GiB of host memory for the second last, and 394 GiB for the last.
     "64k-n16-kv": SWAP | {"length": 65536, "recompute": "norms", "kv_swap": "on"},
     "256k-n16-kv": SWAP | {"length": 262144, "m": 1, "recompute": "all_but_attention", "kv_swap": "on"},
     "512k-n32-kv": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "kv_swap": "on"},

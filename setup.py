@@ -43,6 +43,14 @@ class BuildCsrc(build_ext):
             reason = " ".join(str(error).split())
             print(f"slimpipe: csrc not built ({reason[:600]}); the PyTorch fallbacks will be used", flush=True)
 
+    def copy_extensions_to_source(self) -> None:
+        """In place, and so in an editable install: the CUDA part is no extension of its own, and comes along."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name)).with_name("_C_cuda.so")
+            if built.exists():
+                shutil.copy2(built, ROOT / "slimpipe" / "_C_cuda.so")
+
 
 def compile_cuda_part(target: Path) -> None:
     """Compiles csrc/cuda where torch has CUDA (it needs neither nvcc nor CUDA's headers); prints why if it fails."""

@@ -68,6 +68,21 @@ def test_csrc_is_optional(sources: Path, tmp_path: Path, trouble: str) -> None:
     assert not (sources / "slimpipe" / "_C.so").exists()  # the stale one is no substitute
 
 
+def test_the_cuda_part_comes_along_in_place(sources: Path, tmp_path: Path) -> None:
+    """With stand-ins for a torch that has CUDA and for a compiler that succeeds."""
+    torch, compiler = tmp_path / "stand-ins" / "torch", tmp_path / "c++"
+    (torch / "utils").mkdir(parents=True)
+    (torch / "__init__.py").write_text("class version: cuda = '13.0'")
+    (torch / "utils" / "__init__.py").touch()
+    (torch / "utils" / "cpp_extension.py").write_text("include_paths = library_paths = lambda: []")
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho built > "$2"\n')
+    compiler.chmod(0o755)
+    command: list[str | Path] = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    run(command, sources, CXX=str(compiler), PYTHONPATH=str(torch.parent)).check_returncode()
+    for library in ("_C.so", "_C_cuda.so"):
+        assert (sources / "slimpipe" / library).read_text() == "built\n", library
+
+
 def test_wheel(sources: Path, tmp_path: Path) -> None:
     """Built by pip as an installation does it, with a compiler that fails."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]

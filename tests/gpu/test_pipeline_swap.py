@@ -23,7 +23,7 @@ from slimpipe.runtime.carrier import Carrier
 from slimpipe.schedule import Op, held_by_units
 from slimpipe.swap.cuda_streams import CudaStreams
 from slimpipe.train.session import Session
-from tests.gpu.test_gradients import batch, errors, run, settings
+from tests.gpu.test_gradients import LENGTH, SPEC, batch, errors, run, settings
 from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -125,10 +125,10 @@ def test_slow_copies_would_show() -> None:
 
 @pytest.mark.parametrize("mode", ["norms", "all_but_attention"])
 def test_memory_saved_is_what_was_predicted(mode: str) -> None:
-    """Peaks of a step with and without swap, and their difference by the forecast, to 3 % below and 15 % above.
+    """Peaks of a step with and without swap are within 3 % of the forecast, and no less is saved than it says.
 
-    What the model's end keeps of a unit (the final norm's input, the output's gradient) goes too, and is predicted to
-    stay.
+    More may be: what the model's end keeps of a unit (the final norm's input, the output's gradient) goes too, and is
+    predicted to stay.
     """
     config = settings(1, 1, 8, recompute=mode)
     peaks, predicted = [], []
@@ -141,6 +141,7 @@ def test_memory_saved_is_what_was_predicted(mode: str) -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         predicted.append(session.footprint.terms["activations"])
+        assert abs(peaks[-1] / session.footprint.total - 1) <= 0.03
         if session.swaps is not None:
             actions = session.engine.actions
             moving = {action.unit for action in actions if action.op is Op.OFFLOAD}
@@ -152,7 +153,8 @@ def test_memory_saved_is_what_was_predicted(mode: str) -> None:
     saved, expected = peaks[0] - peaks[1], predicted[0] - predicted[1]
     print(f"\n{mode}: saved {saved / 2**20:.1f} MiB, predicted {expected / 2**20:.1f}; peaks {peaks}")
     assert expected > 0
-    assert 0.97 * expected - (8 << 20) <= saved <= 1.15 * expected + (8 << 20)
+    end = 2 * 8 * LENGTH // 8 * SPEC.hidden * 2
+    assert 0.97 * expected - (8 << 20) <= saved <= 1.06 * expected + end + (8 << 20)
 
 
 def test_auto_within_a_budget() -> None:

@@ -14,7 +14,7 @@ the same tensors, and results are the same bits. A visit that was not expected i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -34,6 +34,10 @@ ARENA_BYTES: Final = 1 << 30
 
 class KVHostMemoryError(ValueError):
     """There is not as much pinned memory as keys, values and their gradients need."""
+
+
+Parts = tuple[Tensor, ...]
+"""Of one slot on the host: uint8, the rows of K (or dK) and then those of V (or dV)."""
 
 
 class Visit(NamedTuple):
@@ -88,9 +92,8 @@ class StreamedSlots(LayerSlots):
     def __init__(self, slots: int, slice_tokens: int, accumulate: bool, layer: int, streams: SlotStreams) -> None:
         super().__init__(slots, slice_tokens, accumulate)
         self.layer, self._streams = layer, streams
-        self.host_keys: list[Tensor] = []
-        """By slot: uint8, rows of K and then rows of V."""
-        self.host_gradients: list[Tensor] = []
+        self.host_keys: list[Parts] = []
+        self.host_gradients: list[Parts] = []
         self.keys_written: list[Event] = []
         """The last copy out."""
         self.gradients_written: list[Event] = []
@@ -249,42 +252,34 @@ class SlotStreams:
     # Copies
 
     def _copy_in(
-        self, slots: StreamedSlots, room: _Room, host: Sequence[Tensor], ranges: Ranges, written: list[Event]
+        self, slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges, written: list[Event]
     ) -> list[Event]:
         """What compute waits for before it uses the room: also where nothing is copied."""
-        event: Event | None = None
-        # What was in the room may be on its way out; what is copied here may be on its way to the host.
-        after = [*room.after, *written]
-        for device_bytes, host_bytes in self._pieces(slots, room, host, ranges):
-            event = self.streams.copy_in(host_bytes, device_bytes, after)
-            after = []
-            self.moved_in += host_bytes.nbytes
-        if event is not None:
-            room.after = [event]
+        pairs = [(part, place) for place, part in self._pieces(slots, room, host, ranges)]
+        if pairs:
+            # What was in the room may be on its way out; what is copied here may be on its way to the host.
+            room.after = [self.streams.copies(pairs, True, [*room.after, *written])]
+            self.moved_in += sum(part.nbytes for part, _ in pairs)
         return list(room.after)
 
-    def _copy_out(self, slots: StreamedSlots, room: _Room, host: Sequence[Tensor], ranges: Ranges) -> list[Event]:
-        event: Event | None = None
-        for device_bytes, host_bytes in self._pieces(slots, room, host, ranges):
-            event = self.streams.copy_out(device_bytes, host_bytes, [])
-            self.moved_out += host_bytes.nbytes
-        room.after = [event]
-        return [event]
+    def _copy_out(self, slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges) -> list[Event]:
+        pairs = list(self._pieces(slots, room, host, ranges))
+        room.after = [self.streams.copies(pairs, False, [])]
+        self.moved_out += sum(part.nbytes for _, part in pairs)
+        return list(room.after)
 
+    @staticmethod
     def _pieces(
-        self, slots: StreamedSlots, room: _Room, host: Sequence[Tensor], ranges: Ranges
-    ) -> Iterable[tuple[Tensor, Tensor]]:
+        slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """(bytes on the device, bytes on the host), contiguous on both sides: each row of a slot of both tensors."""
-        assert slots.like is not None, "the warm-up allocates"
-        rows = slots.like.shape[0]
         for start, stop in ranges:
             for slot in range(start, stop):
-                parts = iter(host[slot].chunk(2 * rows))
-                piece = host[slot].numel() // (2 * rows)
-                for flat in room.pair:
-                    for row in range(rows):
-                        begin = (row * slots.slots + slot) * piece
-                        yield flat[begin : begin + piece], next(parts)
+                rows = len(host[slot]) // 2
+                for number, part in enumerate(host[slot]):
+                    which, row = divmod(number, rows)
+                    begin = (row * slots.slots + slot) * part.numel()
+                    yield room.pair[which][begin : begin + part.numel()], part
 
     def _wait(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -298,9 +293,9 @@ class SlotStreams:
         slots.like = k.new_empty((k.shape[0], 0, *k.shape[2:]))
         numbers = k.shape[0] * slots.slice_tokens * k[0, 0].numel()
         keys, gradients = numbers * k.element_size(), numbers * wide(k.dtype).itemsize
-        slots.host_keys = self._pinned(slots.slots, 2 * keys)
+        slots.host_keys = self._pinned(slots.slots, keys, k.shape[0])
         if slots.accumulates:
-            slots.host_gradients = self._pinned(slots.slots, 2 * gradients)
+            slots.host_gradients = self._pinned(slots.slots, gradients, k.shape[0])
         self._make_room(self._capacity * keys, self._capacity * gradients if slots.accumulates else 0)
         for other in self._slots.values():
             if other.like is not None:
@@ -318,12 +313,13 @@ class SlotStreams:
             kind.rooms.clear()  # before there is other memory in its place
             kind.rooms += [_Room((self.streams.empty(nbytes), self.streams.empty(nbytes))) for _ in range(BUFFERS)]
 
-    def _pinned(self, count: int, nbytes: int) -> list[Tensor]:
-        found = [self.arenas.take(nbytes) for _ in range(count)]
+    def _pinned(self, count: int, nbytes: int, rows: int) -> list[Parts]:
+        """So many slots of two tensors, each of `nbytes` bytes in so many rows."""
+        found = [self.arenas.take(2 * nbytes) for _ in range(count)]
         if None in found:
             reason = self.arenas.refusal or f"at most {self.arenas.budget:,} bytes may be pinned"
-            raise KVHostMemoryError(f"{nbytes:,} bytes found no place in pinned host memory: {reason}")
-        return [slot.memory for slot in found if slot is not None]
+            raise KVHostMemoryError(f"{2 * nbytes:,} bytes found no place in pinned host memory: {reason}")
+        return [slot.memory.chunk(2 * rows) for slot in found if slot is not None]
 
 
 def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -21,20 +21,26 @@ class CudaStreams:
         self._rates: tuple[float, float] | None = None
 
     def copy_out(self, source: Tensor, host: Tensor, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
-        return self._copy(self.out_stream, source, host, after)
+        return self._copy(self.out_stream, [(source, host)], after)
 
     def copy_in(self, host: Tensor, target: Tensor, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
-        return self._copy(self.in_stream, host, target, after)
+        return self._copy(self.in_stream, [(host, target)], after)
+
+    def copies(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], inward: bool, after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        return self._copy(self.in_stream if inward else self.out_stream, pairs, after)
 
     def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[torch.cuda.Event]
+        self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[torch.cuda.Event]
     ) -> torch.cuda.Event:
         # Looked up before the copy stream's own block, inside of which it would be the copy stream.
         stream.wait_stream(self.current())
         for event in after:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         return event

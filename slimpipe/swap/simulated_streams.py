@@ -77,6 +77,11 @@ class SimulatedStreams:
     def copy_in(self, host: Tensor, target: Tensor, after: Sequence[Copy]) -> Copy:
         return self._start(host, target, after, target, inward=True)
 
+    def copies(self, pairs: Sequence[tuple[Tensor, Tensor]], inward: bool, after: Sequence[Copy]) -> Copy:
+        copy = self.copy_in if inward else self.copy_out
+        events = [copy(source, target, after) for source, target in pairs]
+        return events[-1]
+
     def _start(self, source: Tensor, target: Tensor, after: Sequence[Copy], on_device: Tensor, inward: bool) -> Copy:
         begin = max([self.clock, self._link_free[inward], *(event.end for event in after)])
         end = self._link_free[inward] = begin + source.numel() / self.rate

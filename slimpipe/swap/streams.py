@@ -31,6 +31,11 @@ class Streams(Protocol):
         """Host to device, else as `copy_out`. `target` may be read by a compute stream that waited for the event."""
         ...
 
+    def copies(self, pairs: Sequence[tuple[Tensor, Tensor]], inward: bool, after: Sequence[Event]) -> Event:
+        """(source, target) one after another, at least one, each as `copy_in` (`inward`) or `copy_out` has it: the end
+        of the last."""
+        ...
+
     def wait(self, event: Event) -> None:
         """The current compute stream does nothing more before the event. The host goes on."""
         ...

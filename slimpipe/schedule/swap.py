@@ -2,7 +2,7 @@
 section 7).
 
 `schedule.swap_choice` decides which and when, from times and bytes; `add_swap` makes actions of it, behind all other
-passes: nothing here binds ranks together, so no other pass depends on it. Keys and values stay in their slots.
+passes: nothing here binds ranks together, so no other pass depends on it. Keys and values are `schedule.kv_stream`'s.
 
     O  behind the unit's F and what is sent behind that: its copies to the host start
     V  before a compute action of the rank's list: compute waits for those copies, and the memory is free

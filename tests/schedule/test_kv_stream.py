@@ -105,6 +105,19 @@ def test_by_hand() -> None:
     assert timeline.idle == (8.0,)
 
 
+def test_gradients_by_hand() -> None:
+    """Two layers, and keys that weigh nothing: gradients come in where those of two layers before were, once these are
+    on the host."""
+    shape = Shape(p=1, n=3)
+    timeline = on_paper(build("slimpipe", shape), stream(shape, layers=2, keys=0), Rate(0.0, 1.0))
+    assert [(str(span.action), span.start, span.end) for span in timeline.spans[0][3:]] == [
+        ("B0.2@0", 3.0, 5.0),  # four bytes of its layers are on the host at 8 and at 12
+        ("B0.1@0", 5.0, 17.0),  # layer 1 has its own from 12, layer 0 from 16; two bytes are on the host at 15 and 19
+        ("B0.0@0", 17.0, 22.0),  # from 18 and from 21
+    ]
+    assert timeline.keys_waited == (13.0,)
+
+
 @settings(max_examples=40)
 @given(slimpipe_shapes(p=4, v=2, n=8, m=3))
 def test_time_on_the_link(shape: Shape) -> None:

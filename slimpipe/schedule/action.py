@@ -67,6 +67,9 @@ class Op(str, Enum):
     VACATE = "V"
     RELOAD = "R"
 
+    # Enum's own is written in Python, and plans of a million actions hash each of them several times.
+    __hash__ = str.__hash__
+
     @property
     def is_compute(self) -> bool:
         """Forward or backward of a unit's layers; vocabulary passes are counted apart."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from slimpipe.schedule.action import Action
-from slimpipe.schedule.exchange_transfers import Piece, postings
+from slimpipe.schedule.exchange_transfers import Piece, Posting, postings
 from slimpipe.schedule.loans import Exchange
 from slimpipe.schedule.plan import PlanError
 
@@ -18,14 +18,21 @@ from slimpipe.schedule.plan import PlanError
 class _Batch:
     """A posting with what has yet to meet, by peer."""
 
-    def __init__(self, name: str, sends: tuple[Piece, ...], receives: tuple[Piece, ...]) -> None:
-        self.name = name
+    def __init__(self, action: Action, posting: Posting) -> None:
+        self._action, self._posting = action, posting
         self.sends: dict[int, deque[Piece]] = {}
         self.receives: dict[int, deque[Piece]] = {}
-        for piece in sends:
+        for piece in posting.sends:
             self.sends.setdefault(piece.dst, deque()).append(piece)
-        for piece in receives:
+        for piece in posting.receives:
             self.receives.setdefault(piece.src, deque()).append(piece)
+
+    def __str__(self) -> str:
+        return f"batch {self._posting.batch} of layer {self._posting.layer} of {self._action}"
+
+    @property
+    def ended(self) -> bool:
+        return not any(map(len, self.sends.values())) and not any(map(len, self.receives.values()))
 
     @property
     def peers(self) -> set[int]:
@@ -48,14 +55,17 @@ class ExchangeReplay:
             return set()
         self._begun[rank] = action
         for posting in postings(self._exchange, rank, action, self._layers):
-            name = f"batch {posting.batch} of layer {posting.layer} of {action}"
-            self._queues[rank].append(_Batch(name, posting.sends, posting.receives))
+            self._queues[rank].append(_Batch(action, posting))
         return self._meet(rank)
 
+    def waits(self, rank: int) -> bool:
+        """Whether the rank is not done with the action that it entered."""
+        return bool(self._queues[rank])
+
     def waits_for(self, rank: int) -> str | None:
-        """Why the rank is not done with the action that it entered."""
+        """Why it is not; None where it is."""
         queue = self._queues[rank]
-        return f"{queue[0].name} waits for ranks {sorted(queue[0].peers)}" if queue else None
+        return f"{queue[0]} waits for ranks {sorted(queue[0].peers)}" if queue else None
 
     def _meet(self, rank: int) -> set[int]:
         """Carry queues on as far as transfers at `rank` allow. Returns the ranks whose queues have become empty."""
@@ -91,7 +101,7 @@ class ExchangeReplay:
                 self.moved += 1
 
     def _drop_ended(self, rank: int) -> bool:
-        if not self._queues[rank] or self._queues[rank][0].peers:
+        if not self._queues[rank] or not self._queues[rank][0].ended:
             return False
         self._queues[rank].popleft()
         return True

@@ -95,10 +95,11 @@ def postings(exchange: Exchange, rank: int, action: Action, layers: int) -> Iter
     loans = (*lent, *helped)
     for layer in range(layers):
         for batch, tensors in batches(loans[0].slot.kind, exchange.again).items():
-            pieces = [Piece(loan, layer, batch, what) for loan in loans for what in tensors]
+            back = goes_back(batch)
+            out, into = (helped, lent) if back else (lent, helped)
             yield Posting(
                 layer,
                 batch,
-                tuple(piece for piece in pieces if piece.src == rank),
-                tuple(piece for piece in pieces if piece.dst == rank),
+                tuple(Piece(loan, layer, batch, what) for loan in out for what in tensors),
+                tuple(Piece(loan, layer, batch, what) for loan in into for what in tensors),
             )

@@ -87,9 +87,13 @@ def replay_in_order(
 
 
 def least_send_window(
-    plan: Plan, communicator: LinkCommunicator = one_per_link, exchange: Exchange | None = None
+    plan: Plan,
+    communicator: LinkCommunicator = one_per_link,
+    exchange: Exchange | None = None,
+    at_least: int = 1,
 ) -> int:
-    """The smallest `send_window` under which a lowered plan runs to its end.
+    """The smallest `send_window`, from `at_least` up, under which a lowered plan runs to its end: `replay_in_order` has
+    passed it.
 
     1 in the schedules built so far, with one exception. Where p does not divide n, slimpipe's groups are longer than
     the pipeline (G > p). With v > 1 such a group comes round to rank 0 while that is still busy with the group's last
@@ -97,16 +101,25 @@ def least_send_window(
     other.
     Raises PlanError where the plan does not run under any window.
     """
-    high = max(map(len, plan.ranks))
+
+    def runs(window: int) -> bool:
+        try:
+            replay_in_order(plan, send_window=window, communicator=communicator, exchange=exchange)
+        except PlanError:
+            return False
+        return True
+
+    # A replay of a long plan takes a while, and nearly always this one is all.
+    if runs(at_least):
+        return at_least
+    low, high = at_least, max(at_least, *map(len, plan.ranks))
     replay_in_order(plan, send_window=high, communicator=communicator, exchange=exchange)
-    low = 0
     while high - low > 1:
         # Small windows are the common answer: look among them before halving.
         middle = min((low + high) // 2, 2 * low + 1)
-        try:
-            replay_in_order(plan, send_window=middle, communicator=communicator, exchange=exchange)
+        if runs(middle):
             high = middle
-        except PlanError:
+        else:
             low = middle
     return high
 
@@ -163,7 +176,7 @@ class _Replay:
             index = self._next[rank]
             if self._loans is not None:
                 touched |= self._loans.enter(rank, actions[index])
-                if self._loans.waits_for(rank) is not None:
+                if self._loans.waits(rank):
                     break
             self._next[rank] += 1
             if actions[index].op.is_transfer:
@@ -172,24 +185,24 @@ class _Replay:
                 touched |= self._meet(rank, index)
         return touched
 
-    def _blocked_by(self, rank: int) -> str | None:
-        """Why the rank's next action cannot run yet."""
+    def _blocked_by(self, rank: int) -> Callable[[], str] | None:
+        """Why the rank's next action cannot run yet, in words once they are asked for; None where it can."""
         action = self._plan.ranks[rank][self._next[rank]]
         collective = awaited_by(self._plan.shape, rank, action) if self._in_passes else None
         if collective is not None and collective not in self._met:
-            return f"ranks {self._rendezvous.missing(collective)} have not posted the {collective}"
+            return lambda: f"ranks {self._rendezvous.missing(collective)} have not posted the {collective}"
         if action.op.is_compute:
             receive = receive_before(self._plan.shape, rank, action)
             if receive is not None and receive not in self._completed[rank]:
-                return f"{receive} has not completed"
+                return lambda: f"{receive} has not completed"
         elif action.op.is_send:
             link = link_of(rank, action)
             if self._sends_under_way[link] >= self._window:
-                return f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
+                return lambda: f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
         elif contributes(self._plan.shape, rank, action):
             earlier = self._contributed[rank, action.op]
             if len(earlier) >= self._reduce_window and earlier[-self._reduce_window] not in self._met:
-                return f"the {earlier[-self._reduce_window]} has not completed"
+                return lambda: f"the {earlier[-self._reduce_window]} has not completed"
         return None
 
     def _meet(self, rank: int, index: int) -> set[int]:
@@ -258,13 +271,19 @@ class _Replay:
         self._under_way[what][rank] += by
         most[rank] = max(most[rank], self._under_way[what][rank])
 
+    def _reason(self, rank: int) -> str | None:
+        """Why a rank that has not come to its end is where it is."""
+        blocked_by = self._blocked_by(rank)
+        if blocked_by is not None:
+            return blocked_by()
+        return None if self._loans is None else self._loans.waits_for(rank)
+
     def _prove_finished(self) -> None:
         plan = self._plan
         blocked = [rank for rank in range(plan.shape.p) if self._next[rank] < len(plan.ranks[rank])]
         if blocked:
             places = "; ".join(
-                f"rank {rank} at action {self._next[rank]} ({plan.ranks[rank][self._next[rank]]}): "
-                f"{self._blocked_by(rank) or (self._loans and self._loans.waits_for(rank))}"
+                f"rank {rank} at action {self._next[rank]} ({plan.ranks[rank][self._next[rank]]}): {self._reason(rank)}"
                 for rank in blocked
             )
             hint = ""

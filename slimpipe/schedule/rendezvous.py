@@ -21,6 +21,7 @@ class Rendezvous:
 
     def __init__(self, ranks: int) -> None:
         self._order: dict[Communicator, list[Collective]] = {name: [] for name in COMMUNICATORS}
+        self._at: dict[Collective, int] = {}
         self._posted: dict[Communicator, list[int]] = {name: [0] * ranks for name in COMMUNICATORS}
         self._left: dict[Collective, int] = {}
 
@@ -31,6 +32,8 @@ class Rendezvous:
         posted[rank] += 1
         if at == len(order):
             order.append(collective)
+            # Of one that is posted again, where it stands first.
+            self._at.setdefault(collective, at)
             self._left[collective] = len(posted)
         elif order[at] != collective:
             raise Mismatch(collective, order[at])
@@ -39,8 +42,8 @@ class Rendezvous:
 
     def missing(self, collective: Collective) -> list[int]:
         """Ranks that have not posted it."""
-        order, posted = self._order[collective.communicator], self._posted[collective.communicator]
-        at = order.index(collective) if collective in self._left else len(order)
+        posted = self._posted[collective.communicator]
+        at = self._at.get(collective, len(self._order[collective.communicator]))
         return [rank for rank, count in enumerate(posted) if count <= at]
 
     def incomplete(self) -> list[Collective]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.plan import Plan, PlanError, Shape
@@ -26,8 +26,7 @@ Pasts = tuple[int | None, ...]
 """By rank, how long the past of its unit in a slot is, in slices or parts of them; None where the rank is idle."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """The forward ("F") or backward ("B") slot of a tick. Within a tick the forward slot comes first."""
 
     tick: int

@@ -35,7 +35,6 @@ from slimpipe.schedule import (
     most_held,
     output_layer_costs,
     place_layers,
-    replay_in_order,
     simulate,
     sliced_work,
 )
@@ -100,10 +99,8 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     )
     progress("checking the plan")
     peaks = check(plan, exchange)
-    progress("finding the plan's send window")
-    window = max(2, least_send_window(plan, exchange=exchange))
     progress("replaying the plan in NCCL's order")
-    replay_in_order(plan, send_window=window, exchange=exchange)
+    window = least_send_window(plan, exchange=exchange, at_least=2)
     return Planned(plan, exchange, window, peaks)
 
 
@@ -117,8 +114,7 @@ def make_evaluation_plan(config: Config, trained: Planned, progress: Callable[[s
     plan = forward_only(build(config.pipeline.schedule, config.shape))
     plan, exchange = _passes(config, plan, trained.exchange is not None, progress)
     peaks = check(plan, exchange, forward_only=True)
-    window = max(2, least_send_window(plan, exchange=exchange))
-    replay_in_order(plan, send_window=window, exchange=exchange)
+    window = least_send_window(plan, exchange=exchange, at_least=2)
     return Planned(plan, exchange, window, peaks)
 
 

@@ -130,10 +130,18 @@ def _prove_once(
     size: int,
 ) -> None:
     """Kept and lent ranges, as tokens of the sequence, follow each other from the first token to the unit's slice."""
+    unit = plan.ranks[rank][index].unit
     ranges: list[tuple[Range, int]] = [(loan.range, loan.helper) for loan in loans]
     ranges += [(kept, rank) for kept in without(past, [loan.range for loan in loans])]
+    # Token by token a long past takes its time; most are right, and that is seen at once.
+    joined = _joined(positions for positions, _ in ranges)
+    if (
+        joined is not None
+        and joined == _joined(past)
+        and sorted(_slices(past, slice_at, size)) == list(range(unit.slice))
+    ):
+        return
     computed = sorted((tokens, by) for positions, by in ranges for tokens in _tokens(positions, slice_at, size))
-    unit = plan.ranks[rank][index].unit
     at, before = 0, rank
     for (first, end), by in computed:
         if first < at:
@@ -145,6 +153,24 @@ def _prove_once(
     if at != unit.slice * size:
         nowhere = f"token {at} of the past of {kind}{unit} is computed by no rank"
         raise refusal(plan, rank, index, f"{nowhere}: expected once")
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range] | None:
+    """The same positions in as few ranges as can be, ascending; None where some are in two of `ranges`."""
+    joined: list[Range] = []
+    for start, stop in sorted(ranges):
+        if joined and start < joined[-1][1]:
+            return None
+        if joined and start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _slices(past: Iterable[Range], slice_at: dict[int, int], size: int) -> Iterator[int]:
+    """Slices of the sequence that lie in these ranges of whole slots."""
+    return (slice_at[slot] for start, stop in past for slot in range(start // size, stop // size))
 
 
 def _tokens(positions: Range, slice_at: dict[int, int], size: int) -> Iterator[Range]:

@@ -80,5 +80,7 @@ class DistributedCollectives:
     def gather(self, communicator: Communicator, tensor: Tensor) -> Pending:
         tensor = self._carrier.outgoing(tensor)
         parts = tensor.new_empty(len(self._ranks), *tensor.shape)
-        work = dist.all_gather(list(parts.unbind()), tensor, group=self._groups[communicator], async_op=True)
+        # Into one tensor: given a list, torch makes another of all parts, and copies out of it.
+        into = parts.flatten(0, 1)
+        work = dist.all_gather_into_tensor(into, tensor, group=self._groups[communicator], async_op=True)
         return _Work(work, parts, tensor, self._others, self._carrier)

@@ -138,22 +138,22 @@ class Shapes:
 
 
 class Buffers:
-    """Receive buffers, one flat piece a purpose, grown to the largest slot once and then reused.
+    """Receive buffers, one flat piece a purpose, grown to the largest slot in the warm-up and reused from then on.
 
     Reuse is safe: a batch is posted behind the compute that last read its buffers, and the device keeps that order.
     """
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(
         self, purpose: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
         """Tensors of these shapes, side by side in the buffer of `purpose`."""
         sizes = [-(-torch.Size(shape).numel() // 64) * 64 for shape in shapes]
-        flat = self._flat.get((purpose, dtype))
+        flat = self.flat.get((purpose, dtype))
         if flat is None or flat.numel() < sum(sizes):
-            flat = self._flat[purpose, dtype] = torch.empty(sum(sizes), dtype=dtype, device=device)
+            flat = self.flat[purpose, dtype] = torch.empty(sum(sizes), dtype=dtype, device=device)
         parts = flat[: sum(sizes)].split(sizes)
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -210,9 +210,7 @@ class LayerExchange:
             if loan.keys:
                 assert slots is not None
                 sends += [(part.contiguous(), loan.helper) for part in slots.read(*loan.range)]
-        x = self.shapes
-        shapes = [(x.b, loan.tokens, x.kv_heads, x.d) for loan in self.helped if loan.keys for _ in range(2)]
-        parts = iter(self.take(f"{self._kind} keys", shapes, x.dtype))
+        parts = iter(self.take(f"{self._kind} keys"))
         self.keys_received = []
         receives: list[tuple[Tensor, int]] = []
         for helped in self.helped:
@@ -236,8 +234,7 @@ class LayerExchange:
 
     def forward(self, q: Tensor | None) -> _ForwardUnderWay:
         """Batch B: the query goes to the helpers, the owners' come here. `q` None where this rank owns nothing."""
-        x = self.shapes
-        received = self.take("query", [(x.b, x.s, x.heads, x.d)] * len(self.helped), x.dtype)
+        received = self.take("query")
         sends = [(q.contiguous(), loan.helper) for loan in self.lent] if q is not None else []
         owners = [loan.owner for loan in self.helped]
         batch = self.post(sends, list(zip(received, owners, strict=True)))
@@ -246,11 +243,7 @@ class LayerExchange:
 
     def backward(self, owned: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _BackwardUnderWay:
         """Batch B: (q, out, lse, dout) go to the helpers, the owners' come here."""
-        x = self.shapes
-        of_a_slice = (x.b, x.s, x.heads, x.d)
-        count = 2 if self.again else 3
-        tensors = iter(self.take("owner's", [of_a_slice] * count * len(self.helped), x.dtype))
-        lses = self.take("owner's lse", [(x.b, x.heads, x.s)] * len(self.helped), wide(x.dtype))
+        tensors, lses = iter(self.take("owner's")), self.take("owner's lse")
         receives: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, loan in enumerate(self.helped):
@@ -260,9 +253,40 @@ class LayerExchange:
         sends = [(part.contiguous(), loan.helper) for loan in self.lent for part in (owned or ())[self.again :]]
         return _BackwardUnderWay(self, self.post(sends, receives), received)
 
-    def take(self, purpose: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """Receive buffers."""
-        return self._buffers.take(purpose, shapes, dtype, self.shapes.device)
+    def take(self, purpose: str) -> list[Tensor]:
+        """Receive buffers of one of `received`'s purposes."""
+        return self._buffers.take(purpose, *self.received()[purpose], self.shapes.device)
+
+    def received(self) -> dict[str, tuple[list[tuple[int, ...]], torch.dtype]]:
+        """What one layer receives into: (shapes, dtype) by purpose."""
+        x, lent, helped = self.shapes, len(self.lent), len(self.helped)
+        of_a_slice: tuple[int, ...] = (x.b, x.s, x.heads, x.d)
+        lse: tuple[int, ...] = (x.b, x.heads, x.s)
+
+        def of_keys(tokens: int) -> tuple[int, ...]:
+            return x.b, tokens, x.kv_heads, x.d
+
+        keys = [of_keys(loan.tokens) for loan in self.helped if loan.keys for _ in range(2)]
+        found: dict[str, tuple[list[tuple[int, ...]], torch.dtype]] = {f"{self._kind} keys": (keys, x.dtype)}
+        if self._kind == "F" or self.again:
+            found |= {
+                "query": ([of_a_slice] * helped, x.dtype),
+                "partial out": ([of_a_slice] * lent, x.dtype),
+                "partial lse": ([lse] * lent, wide(x.dtype)),
+            }
+        if self._kind == "B":
+            gradients = [(of_a_slice, *2 * (of_keys(loan.range[1] - loan.range[0]),)) for loan in self.lent]
+            found |= {
+                "owner's": ([of_a_slice] * (2 if self.again else 3) * helped, x.dtype),
+                "owner's lse": ([lse] * helped, wide(x.dtype)),
+                "gradients": ([shape for of_a_loan in gradients for shape in of_a_loan], x.dtype),
+            }
+        return found
+
+    def reserve(self) -> None:
+        """Has all the buffers that a layer needs take their memory."""
+        for purpose in self.received():
+            self.take(purpose)
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Batch:
         """Starts a batch of transfers."""
@@ -293,7 +317,7 @@ class _ForwardUnderWay:
 
     def help(self) -> None:
         """Computes what owners lent to this rank, and posts batch C."""
-        exchange, x = self._exchange, self._exchange.shapes
+        exchange = self._exchange
         sends: list[tuple[Tensor, int]] = []
         if exchange.helped:
             exchange.wait(exchange.keys, self._batch)
@@ -301,10 +325,7 @@ class _ForwardUnderWay:
         for loan, q, (k, v) in zip(exchange.helped, self._queries, exchange.keys_received, strict=True):
             out, lse = exchange.backend.forward(q, k, v, causal=False)
             sends += [(out.contiguous(), loan.owner), (lse.contiguous(), loan.owner)]
-        count = len(exchange.lent)
-        outs = exchange.take("partial out", [(x.b, x.s, x.heads, x.d)] * count, x.dtype)
-        lses = exchange.take("partial lse", [(x.b, x.heads, x.s)] * count, wide(x.dtype))
-        self._parts = list(zip(outs, lses, strict=True))
+        self._parts = list(zip(exchange.take("partial out"), exchange.take("partial lse"), strict=True))
         receives: list[tuple[Tensor, int]] = []
         for lent, (out, lse) in zip(exchange.lent, self._parts, strict=True):
             receives += [(out, lent.helper), (lse, lent.helper)]
@@ -328,7 +349,7 @@ class _BackwardUnderWay:
 
     def help(self) -> None:
         """Computes what owners lent to this rank, and posts batch C."""
-        exchange, x = self._exchange, self._exchange.shapes
+        exchange = self._exchange
         sends: list[tuple[Tensor, int]] = []
         if exchange.helped:
             exchange.wait(exchange.keys, self._batch)
@@ -337,11 +358,7 @@ class _BackwardUnderWay:
         ):
             gradients = exchange.backend.backward(dout, q, k, v, out, lse, causal=False)
             sends += [(gradient.contiguous(), loan.owner) for gradient in gradients]
-        shapes: list[tuple[int, ...]] = []
-        for lent in exchange.lent:
-            of_keys = (x.b, lent.range[1] - lent.range[0], x.kv_heads, x.d)
-            shapes += [(x.b, x.s, x.heads, x.d), of_keys, of_keys]
-        self._parts = exchange.take("gradients", shapes, x.dtype)
+        self._parts = exchange.take("gradients")
         helpers = [lent.helper for lent in exchange.lent for _ in range(3)]
         self._results = exchange.post(sends, list(zip(self._parts, helpers, strict=True)))
 

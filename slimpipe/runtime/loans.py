@@ -25,14 +25,21 @@ from slimpipe.schedule import Action, Exchange, Loan
 
 class Loans:
     """Makes the `LayerExchange` of an action. `keep`: helpers hold K and V until the backward where its loans are the
-    forward's (pipeline.exchange_keep: kv)."""
+    forward's (pipeline.exchange_keep: kv). `buffers`: those of another's, to use in turn with it."""
 
     def __init__(
-        self, plan: Exchange, rank: int, traffic: ExchangeTraffic, backend: AttentionBackend, clock: Clock, keep: bool
+        self,
+        plan: Exchange,
+        rank: int,
+        traffic: ExchangeTraffic,
+        backend: AttentionBackend,
+        clock: Clock,
+        keep: bool,
+        buffers: Buffers | None = None,
     ) -> None:
         self.plan, self.traffic, self._rank, self._keep = plan, traffic, rank, keep
         self._backend, self._clock = backend, clock
-        self._buffers, self._kept = Buffers(), Kept()
+        self.buffers, self._kept = buffers or Buffers(), Kept()
         self.moved = TrafficCount()
         self._both = _in_both_slots(plan.loans) if keep else frozenset()
         self.shapes: Shapes | None = None
@@ -50,7 +57,7 @@ class Loans:
                 for loan in helped
             ],
             self.traffic,
-            self._buffers,
+            self.buffers,
             self._kept,
             self._backend,
             self._clock,
@@ -69,13 +76,17 @@ class Loans:
         """Tokens of each range with which the rank helps in an action."""
         return {loan.tokens for loan in self.plan.helped_in(self._rank, action)}
 
-    def warm_up(self, query: torch.Size, keys: Tensor) -> None:
-        """Learns the shapes of a layer's attention; then each pair of ranks with a loan meets once, in one order.
+    def warm_up(self, query: torch.Size, keys: Tensor, actions: Iterable[Action]) -> None:
+        """Learns the shapes of a layer's attention and takes the buffers for `actions`, the rank's list; then each pair
+        of ranks with a loan meets once, in one order.
 
         NCCL connects two ranks at their first transfer, with allocations that can wait for the device.
         """
         b, s, heads, d = query
         self.shapes = Shapes(b, s, heads, keys.shape[2], d, keys.dtype, keys.device)
+        for exchange in map(self.of, actions):
+            if exchange is not None:
+                exchange.reserve()
         pairs = sorted({(min(loan.owner, loan.helper), max(loan.owner, loan.helper)) for loan in self.plan.loans})
         for pair in pairs:
             if self._rank in pair:

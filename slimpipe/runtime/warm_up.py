@@ -64,7 +64,7 @@ def _attention_and_exchange(engine: Engine, blocks: Blocks) -> None:
         (chunk, shapes), layer = next(iter(blocks.attention.items()))
         keys = engine.layer_slots[chunk][layer].k
         assert keys is not None
-        engine.loans.warm_up(shapes.query, keys)
+        engine.loans.warm_up(shapes.query, keys, engine.actions)
     engine.progress.now("warming up attention")
     warm_up_attention(engine, blocks.attention)
 

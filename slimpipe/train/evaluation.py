@@ -57,8 +57,15 @@ class Evaluation:
         loans = None
         if self.planned.exchange is not None:
             assert trained.loans is not None
-            carrier = trained.loans.traffic
-            loans = Loans(self.planned.exchange, session.rank, carrier, trained.backend, session.clock, keep=False)
+            loans = Loans(
+                self.planned.exchange,
+                session.rank,
+                trained.loans.traffic,
+                trained.backend,
+                session.clock,
+                keep=False,
+                buffers=trained.loans.buffers,
+            )
         self.engine = Engine(
             self.planned.plan,
             session.rank,

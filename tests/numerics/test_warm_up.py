@@ -118,6 +118,35 @@ def test_blocks_without_attention_are_met_too(pool: Callable[[int], Pool]) -> No
         assert later.compiled == [] and set(later.attention) <= set(warm.attention)
 
 
+def buffers_in_turn(rank: int, world: int, case: Case) -> list[dict[str, tuple[int, int]]]:
+    """Address and bytes of the exchange's buffers behind the warm-up, two steps, and two evaluations."""
+    session = Session(config_of(case))
+    found = []
+    for run in (lambda *_: None, session.train_step, session.train_step, session.token_losses, session.token_losses):
+        run(*batch_of(case))
+        loans = session.engine.loans
+        assert loans is not None
+        found.append({str(key): (flat.data_ptr(), flat.nbytes) for key, flat in loans.buffers.flat.items()})
+        if session.evaluation.engine.loans is not None:
+            assert session.evaluation.engine.loans.buffers is loans.buffers
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case(pp=3, n=8, m=2, exchange="balanced", recompute="none", **_COMMON),
+        case(pp=2, n=8, m=2, exchange="balanced", recompute="full", granule=2),
+        case(pp=2, n=8, m=2, exchange="balanced", recompute="none", granule=2, keep="kv"),
+    ],
+    ids=str,
+)
+def test_no_step_takes_memory_for_the_exchanges_buffers(case: Case, pool: Callable[[int], Pool]) -> None:
+    for rank, (warm, *later) in enumerate(pool(case.pp).run(buffers_in_turn, case)):
+        assert sum(nbytes for _, nbytes in warm.values()) > 0
+        assert later == [warm] * 4, f"rank {rank}"
+
+
 def made(rank: int, world: int, case: Case, model: str) -> str:
     try:
         Session(config_of(case, model={"name": model}))

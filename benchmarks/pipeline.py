@@ -1,5 +1,4 @@
-"""The 16-layer Llama-8B-shaped model of FACTS.md section 3 through the pipeline: MFU, memory against the formula,
-bubble.
+"""A 16-layer model of the Llama-8B shape through the pipeline: MFU, memory against the formula, bubble.
 
     python -m benchmarks.pipeline                 # every case; rows in benchmarks/results/pipeline.jsonl
     python -m benchmarks.pipeline --only 64k-n16
@@ -43,7 +42,7 @@ PEAK_FLOPS = {"NVIDIA H200": 989e12}
 GIB = 2**30
 
 SWAP: dict[str, Any] = {"m": 2, "n": 16, "v": 1, "vocab": True, "hardware": f"configs/hardware/{PROFILE.name}"}
-# FACTS.md section 3: 16 layers of the Llama-8B shape, two pipeline ranks.
+# 16 layers of the Llama-8B shape, two pipeline ranks.
 CASES: dict[str, dict[str, Any]] = {
     "16k-n4-v1": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False},
     "16k-n4-v1-ahead0": {"length": 16384, "m": 4, "n": 4, "v": 1, "recompute": "none", "vocab": False, "ahead": 0},

@@ -3,7 +3,7 @@
     python -m benchmarks.vocabulary_simulation
 
 Llama-8B shape, 64K tokens unless said otherwise. GEMMs run at 680 TFLOP/s, attention at 590 forward and 535 backward
-(FACTS.md section 2); what takes no FLOPs is free. Links, and collectives beside compute: 100 GB/s, 30 us.
+(docs/h200.md); what takes no FLOPs is free. Links, and collectives beside compute: 100 GB/s, 30 us.
 
 Attention is either cut by slice, as it is without exchange, or evened out, as the exchange is to leave it: its whole
 cost, the same for every slice. Idle shares are of all rank time; the output layer's work is the same in both layouts.

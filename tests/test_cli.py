@@ -76,7 +76,7 @@ def test_simulate_json() -> None:
 
 
 def test_simulate_with_costs_by_slice() -> None:
-    """DESIGN section 4's table: attention 80 % of the forward, p, n, v, m = 2, 16, 1, 2, no exchange: 8.5 % idle."""
+    """Attention 80 % of the forward, p, n, v, m = 2, 16, 1, 2, no exchange: 8.5 % idle."""
     options = "simulate --pp 2 --slices 16 --microbatches 2 --json"
     sliced = json.loads(run_line(f"{options} --attention-share 0.8").stdout)
     assert sliced["bubble_fraction"] == pytest.approx(0.085, abs=0.002)

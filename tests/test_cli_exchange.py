@@ -25,7 +25,7 @@ def report(options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("mode", "idle"), [("off", 0.164), ("pairwise", 0.109), ("balanced", 0.0044)])
 def test_json(mode: str, idle: float) -> None:
-    """DESIGN section 4's first row."""
+    """Idle shares of test_exchange_simulate.py's first row."""
     found = report(f"--pp 4 --slices 16 --microbatches 4 --attention-share 0.8 --exchange {mode}")
     assert found["bubble_fraction"] == pytest.approx(idle, abs=0.001)
     assert (found["exchange"], found["time_unit"]) == (mode, "forwards")

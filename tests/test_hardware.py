@@ -46,7 +46,7 @@ def test_work_of_a_model() -> None:
     mean = work.mean_forward(n) - work.forward.dense
     assert mean == pytest.approx(8 * 4096 * attention / 590e12, rel=1e-4)
     assert work.backward.token / work.forward.token == pytest.approx(2.5 * 590 / 535)
-    # A whole slice of past at FACTS section 2's rate: 4 x 4096 x 4096 x 32 x 128 operations.
+    # A whole slice of past at docs/h200.md's rate: 4 x 4096 x 4096 x 32 x 128 operations.
     assert 4096 * work.forward.token / 8 == pytest.approx(4 * 4096**2 * 4096 / 590e12)
     shared = work.with_attention_share(n, 0.8)
     assert shared.mean_forward(n) == pytest.approx(work.mean_forward(n))

@@ -109,7 +109,7 @@ def bound_seconds(
 ) -> float:
     """What a step's kernels take at the profile's rates, shared evenly: no bubble, no recomputation, nothing between.
 
-    No layout and no system can be faster on these ranks with these kernels (FACTS: 56 % MFU at 64K on an H200).
+    No layout and no system can be faster on these ranks with these kernels (docs/h200.md: 56 % MFU at 64K on an H200).
     """
     hardware = hardware if hardware is not None else load_hardware(PROFILE)
     gemm, attention = layer_flops_per_token(model, length)

@@ -1,4 +1,4 @@
-"""Links between two ranks: latency, and what each way carries while both compute and send (FACTS.md section 2)."""
+"""Links between two ranks: latency, and what each way carries while both compute and send (an H200's: docs/h200.md)."""
 
 from __future__ import annotations
 

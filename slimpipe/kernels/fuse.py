@@ -1,7 +1,7 @@
 """`fused`: an elementwise function that runs compiled on a GPU and eagerly on the CPU.
 
 Inductor turns a chain of elementwise operations and row reductions into one pass over memory, which is what these
-functions cost; FACTS.md section 2 has the LSE merge at 0.106 ms compiled against 0.507 ms eager. On the CPU
+functions cost; docs/h200.md has the LSE merge at 0.106 ms compiled against 0.507 ms eager. On the CPU
 compilation would cost more than the tests that use it.
 """
 

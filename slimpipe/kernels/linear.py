@@ -1,4 +1,4 @@
-"""Linear layer whose weight gradient goes straight into fp32 (DESIGN.md section 6)."""
+"""Linear layer whose weight gradient goes straight into fp32 (docs/architecture.md)."""
 
 from __future__ import annotations
 

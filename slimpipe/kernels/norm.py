@@ -1,6 +1,6 @@
 """RMSNorm, alone and in front of a linear layer.
 
-`norm_linear` exists for `memory.recompute: norms` (DESIGN.md section 7): the linear's weight gradient needs the
+`norm_linear` exists for `memory.recompute: norms` (docs/recompute.md): the linear's weight gradient needs the
 normalised input, which one cheap pass makes again from the input and one number a row.
 """
 

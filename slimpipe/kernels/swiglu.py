@@ -1,6 +1,6 @@
 """SwiGLU and the down projection behind it.
 
-`memory.recompute: norms` (DESIGN.md section 7) does not keep the product silu(gate) * up: the backward has gate and up
+`memory.recompute: norms` (docs/recompute.md) does not keep the product silu(gate) * up: the backward has gate and up
 anyway and makes it again.
 """
 

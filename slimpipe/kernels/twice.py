@@ -1,4 +1,4 @@
-"""A part of a model that keeps its input alone and runs once more in the backward (DESIGN.md section 7).
+"""A part of a model that keeps its input alone and runs once more in the backward (docs/recompute.md).
 
 Autograd runs the second forward and its backward inside the backward of the first: gradients of weights come once, by
 the same ways as any (`main_grad` or `grad`).

@@ -1,4 +1,4 @@
-"""Weight gradients, summed in fp32 over the m n slices of a step (DESIGN.md section 6).
+"""Weight gradients, summed in fp32 over the m n slices of a step (docs/architecture.md).
 
 A step adds m n gradients into each weight; summed in bf16 the small ones vanish. A parameter that the engine trains
 carries `main_grad`, an fp32 tensor of its shape, and the functions here add into it. Without one (the function is
@@ -21,7 +21,7 @@ def main_grad(parameter: Tensor) -> Tensor | None:
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
     """acc [M, N] += a [K, M]^T @ b [K, N], the product taken and added in acc's precision.
 
-    On a GPU with bf16 inputs this is one GEMM whose epilogue adds into fp32 (FACTS.md section 2: 663 TFLOP/s against
+    On a GPU with bf16 inputs this is one GEMM whose epilogue adds into fp32 (docs/h200.md: 663 TFLOP/s against
     523 for a GEMM and an add). The CPU has no such GEMM: there the inputs are widened first.
     """
     if a.dtype == acc.dtype:

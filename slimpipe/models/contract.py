@@ -1,4 +1,4 @@
-"""What a model must be to run in the pipeline, and what its blocks are given (DESIGN.md section 9).
+"""What a model must be to run in the pipeline, and what its blocks are given (docs/your_model.md).
 
 A model is a `torch.nn.Module` built from the whole `Config`, with three attributes:
 

@@ -1,4 +1,4 @@
-"""fp32 gradients of a rank's parameters, in one buffer (DESIGN.md section 6)."""
+"""fp32 gradients of a rank's parameters, in one buffer (docs/architecture.md, "Weight gradients")."""
 
 from __future__ import annotations
 

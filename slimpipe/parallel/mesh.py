@@ -1,4 +1,4 @@
-"""Process group and device mesh: pp outermost, then dp, cp, tp (DESIGN.md section 8)."""
+"""Process group and device mesh: pp outermost, then dp, cp, tp."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _shares_memory(config: Config) -> Literal["never", "auto", "always"]:
 
 def prepare_process(config: Config) -> None:
     """Sets what must be set before this process first uses a GPU."""
-    # Enough hardware queues that no communicator's kernel waits behind another's (DESIGN.md section 8).
+    # Enough hardware queues that no communicator's kernel waits behind another's (docs/architecture.md).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if _shares_memory(config) != "never":
         os.environ.setdefault("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32")  # nor a copy engine's work

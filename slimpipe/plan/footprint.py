@@ -1,7 +1,7 @@
 """The memory of each pipeline rank, predicted term by term before anything is allocated.
 
-Eq. 1 of the SlimPipe paper counts `activations` and `KV slots` together; the others are what it leaves out (FACTS.md
-section 1). Sizes are those of a Llama's layers; a model of one's own is taken for one of the same sizes.
+Eq. 1 of the SlimPipe paper counts `activations` and `KV slots` together; the others are what it leaves out. Sizes
+are those of a Llama's layers; a model of one's own is taken for one of the same sizes.
 """
 
 from __future__ import annotations

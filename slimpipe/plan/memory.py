@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def layer_bytes_per_token(model: ModelConfig, recompute: Recompute, element: int = 2) -> dict[str, int]:
-    """What one Llama layer keeps of one token, by tensor, in bytes (DESIGN.md section 7; `element` bytes a number, 2
+    """What one Llama layer keeps of one token, by tensor, in bytes (docs/recompute.md; `element` bytes a number, 2
     for bf16).
 
     K and V lie in the KV slots and are counted here. Statistics are fp32 (fp64 where `element` is 8).

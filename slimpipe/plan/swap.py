@@ -32,7 +32,7 @@ Amount = Literal["off", "auto"] | float
 """Of the activations that can move: none, the least that fits, or this share (0 to 1)."""
 
 DEFAULT_HOST: Final = Rate(10e-6, 50e9)
-"""Where no profile says it: what an H200 gets each way, both at once, on PCIe 5 x16 (FACTS.md section 2)."""
+"""Where no profile says it: what an H200 gets each way, both at once, on PCIe 5 x16 (docs/h200.md)."""
 DEFAULT_FLOPS: Final = 500e12
 """Operations a second that go with it, attention and all else together."""
 MIN_BYTES: Final = 1 << 20

@@ -1,4 +1,4 @@
-"""Attention context exchange: ranks compute part of each other's attention (DESIGN.md section 4; SlimPipe section 4.2).
+"""Attention context exchange: ranks compute part of each other's attention (docs/exchange.md; SlimPipe section 4.2).
 
 Which rank lends what to whom is decided ahead of time (schedule.balance). In the forward of a loan, per layer, three
 batches of transfers: `A`, keys and values of the lent range, at the layer's start, before its norm and projection; `B`,

@@ -1,4 +1,5 @@
-"""A transport between threads of one process that keeps NCCL's rule, for tests without GPUs (DESIGN.md section 8).
+"""A transport between threads of one process that keeps NCCL's rule, for tests without GPUs
+(docs/architecture.md, "NCCL order").
 
 gloo matches messages by tag and never shows an order that would hang NCCL. Here the operations of one communicator
 run, on each rank, in the order in which they were posted: a transfer takes place only when both of its ends are at

@@ -1,4 +1,4 @@
-"""One layer's keys and values of every slice in flight, in one buffer (DESIGN.md section 3, "KV slots").
+"""One layer's keys and values of every slice in flight, in one buffer (docs/architecture.md, "KV slots").
 
 The past of a query has no order once RoPE is applied, so slices lie wherever the plan puts them; the plan sees to it
 that a slice's past is one range of slots (two at most). Nothing is appended, copied or freed during a step; where

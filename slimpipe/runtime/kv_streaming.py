@@ -1,4 +1,4 @@
-"""Key-value slots in pinned host memory, a layer at a time on the device (DESIGN.md section 7; `memory.kv_swap`).
+"""Key-value slots in pinned host memory, a layer at a time on the device (`memory.kv_swap`; docs/pipeline_swap.md).
 
 A layer's slots are needed while its attention runs, forward or backward: a *visit*. The order of a step's visits is
 known, so each visit, as it begins, starts the copies of the next one:

@@ -1,4 +1,4 @@
-"""Blocks that run twice: `memory.recompute` = all_but_attention and full (DESIGN.md section 7).
+"""Blocks that run twice: `memory.recompute` = all_but_attention and full (docs/recompute.md).
 
 The first run, in the forward, records no gradients and keeps the block's input; in `all_but_attention` the output and
 LSE of its attention too. The second, in the backward, records them. In it attention finds the slice's keys and values

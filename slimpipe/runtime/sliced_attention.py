@@ -1,4 +1,4 @@
-"""Causal attention of one slice over its whole prefix (DESIGN.md section 3; SlimPipe section 4.1).
+"""Causal attention of one slice over its whole prefix (docs/architecture.md; SlimPipe section 4.1).
 
 Forward: the slice against itself, causal, and against each range of its past, no mask; the partial results merge by
 their log-sum-exp in one fp32 pass. Backward: the backend's backward on the same blocks, given the merged output and

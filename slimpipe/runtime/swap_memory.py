@@ -1,5 +1,5 @@
 """Pinned host memory for a plan's swaps, taken once, before training: pinning costs about 0.4 s a GiB, and must not be
-done while a receive is outstanding (DESIGN.md sections 7 and 8).
+done while a receive is outstanding (docs/architecture.md, "NCCL order").
 
 The units' tensors are measured by one forward of each chunk; the plan says from when to when each is on the host.
 """

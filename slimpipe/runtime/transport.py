@@ -1,4 +1,4 @@
-"""Moves activations and gradients between pipeline ranks (DESIGN.md section 8, "Transport and NCCL order").
+"""Moves activations and gradients between pipeline ranks (docs/architecture.md, "NCCL order").
 
 NCCL runs the operations of one communicator in posting order. So every directed link has a communicator of its own, the
 wrap p-1 -> 0 included: transfers of one link are in order by the plan, and no link can hold up another.

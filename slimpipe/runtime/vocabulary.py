@@ -1,5 +1,5 @@
-"""Vocabulary parallelism: embedding and output layer in rows over all pipeline ranks, no logits kept (DESIGN.md
-section 5).
+"""Vocabulary parallelism: embedding and output layer in rows over all pipeline ranks, no logits kept
+(docs/vocabulary.md).
 
 A slice's loss takes two passes on every rank. `S`: the last stage's output comes by broadcast; logits of the rank's
 rows; three statistics a token go round. `T`: they give the loss and the gradient of the logits, hence the weight's

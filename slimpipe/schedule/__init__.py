@@ -1,4 +1,5 @@
-"""The schedule as pure data: built, checked, lowered, simulated and drawn with no GPU and no torch (DESIGN section 2).
+"""The schedule as pure data: built, checked, lowered, simulated and drawn with no GPU and no torch
+(docs/architecture.md).
 
 `build` gives every rank's list of actions; `balance` and `add_exchange`, `add_vocabulary`, `lower`, `add_swap` add
 loans, passes, transfers and swaps, in this order; `check` proves it sound; `simulate`, `grid` and `draw_svg` show it.

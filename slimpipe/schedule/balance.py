@@ -1,4 +1,4 @@
-"""The balance pass: decides ahead of time which rank computes whose attention (SlimPipe 4.2; DESIGN section 4).
+"""The balance pass: decides ahead of time which rank computes whose attention (SlimPipe 4.2; docs/exchange.md).
 
 In one slot ranks hold slices with different prefixes, so their attention takes different times. For every slot, from
 the pasts of the units in it, `balance` makes loans:

@@ -1,4 +1,4 @@
-"""The loans that make a slot shortest, transfers included (DESIGN section 4, the cost test).
+"""The loans that make a slot shortest, transfers included (docs/exchange.md).
 
 What a loan's transfers cost depends on what they run beside, so candidates are compared by the time of their slot: no
 loans, the balanced ones, and ones whose helpers take a few granules less than balance asks, to have results back in

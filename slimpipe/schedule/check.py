@@ -1,4 +1,4 @@
-"""The checker: proves a plan sound before a rank acts on it (DESIGN section 2, "The checker").
+"""The checker: proves a plan sound before a rank acts on it (docs/architecture.md, "The schedule is data").
 
 Each question has a file of its own under `proofs`, and each may rely on those before it:
 

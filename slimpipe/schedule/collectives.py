@@ -1,7 +1,7 @@
 """Which collectives the vocabulary passes post, over which communicator, and which action waits for each.
 
 All ranks take part in every one. A communicator's collectives run in the order in which each rank posted them, so
-that order must be the same on all ranks (DESIGN section 8, "Transport and NCCL order").
+that order must be the same on all ranks (docs/architecture.md, "NCCL order").
 
 | posted by | communicator | what                                             | awaited by                      |
 |-----------|--------------|--------------------------------------------------|---------------------------------|

@@ -83,7 +83,7 @@ class LinkCost:
 
 
 def equal_costs(forward: float = 1.0, backward: float = 2.0) -> Costs:
-    """Every unit costs the same: what the bubble formulas of FACTS section 1 assume."""
+    """Every unit costs the same: what the published bubble formulas assume."""
     return Costs(lambda stage, unit: forward, lambda stage, unit: backward)
 
 
@@ -92,7 +92,7 @@ def sliced_costs(n: int, attention_share: float, attention_backward: float = 2.5
 
     Slice i attends to i whole slices and, causally, to half of its own, so its attention costs i + 1/2 slices, n/2 on
     average. A forward takes 1 on average. Backward to forward: 2 in the dense part, `attention_backward` in attention:
-    2.5, as it runs its two products again and adds three (DESIGN section 4), or more where the backward is slower.
+    2.5, as it runs one of its two products again and makes four more, or more where the backward is slower.
     """
     if not 0 <= attention_share <= 1:
         raise PlanError(f"attention_share = {attention_share}: must lie between 0 and 1")

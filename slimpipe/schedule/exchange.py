@@ -1,4 +1,4 @@
-"""The exchange pass: puts helpers into the lists of idle ranks (SlimPipe section 4.2; DESIGN section 4 (ii)).
+"""The exchange pass: puts helpers into the lists of idle ranks (SlimPipe section 4.2; docs/exchange.md).
 
 A rank with a unit of its own in a slot does what it lends and what it helps with inside that F or B, layer by layer. A
 rank with none gets an action for it, XF or XB, between those of its actions that lie in earlier and in later slots.

@@ -1,4 +1,4 @@
-"""What loans send, and in which order ranks post it (DESIGN sections 4 and 8).
+"""What loans send, and in which order ranks post it (docs/exchange.md).
 
 All of it goes over ONE communicator of all ranks. In every slot with loans, and there in every layer of the chunk, each
 rank that lends or helps posts three batches, each a group of sends and receives that run at once:

@@ -1,4 +1,4 @@
-"""Published closed forms: bubble and peak activation under equal costs (FACTS section 1).
+"""Published closed forms: bubble and peak activation under equal costs.
 
 Bubble: SlimPipe paper (arXiv 2504.14519), table of schemes. Peak activation: its Eq. 1 for slimpipe and the same
 table for the others, in units of M_a, the activations of one microbatch over all layers, K and V included. The papers

@@ -1,4 +1,5 @@
-"""The plan of an evaluation: a schedule's forwards alone, in the order that every rank runs them in (DESIGN section 2).
+"""The plan of an evaluation: a schedule's forwards alone, in the order that every rank runs them in
+(docs/evaluation.md).
 
 Nothing waits for a backward, so nothing is kept for one. What a rank holds are keys and values: a microbatch's, in a
 chunk, from its first slice on; its slots are free behind its last slice (`schedule.kv_slots`). That is n slots a chunk

@@ -1,4 +1,4 @@
-"""Exchange in the simulator: ranks that loans bind together go through a slot side by side (DESIGN section 4).
+"""Exchange in the simulator: ranks that loans bind together go through a slot side by side (docs/exchange.md).
 
 A group starts when the last of its ranks has come to the slot with its input there, and holds each of them for the time
 that `SlotTimes` says.

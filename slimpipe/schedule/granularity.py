@@ -1,4 +1,4 @@
-"""What serves a shape best, transfers included: which granule, which fill, or no exchange (DESIGN section 4)."""
+"""What serves a shape best, transfers included: which granule, which fill, or no exchange (docs/exchange.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a text grid, rank x time: what to look at first when a schedule puzzles (DESIGN section 2).
+"""A plan as a text grid, rank x time: what to look at first when a schedule puzzles.
 
 1f1b with p = 2 and m = 2:
 

@@ -1,4 +1,4 @@
-"""A lowered plan replayed under NCCL's rules, as data (DESIGN section 8, "Transport and NCCL order").
+"""A lowered plan replayed under NCCL's rules, as data (docs/architecture.md, "NCCL order").
 
 The rules. Operations of one communicator run on each rank in the order in which that rank posted them. A send and a
 receive complete together, when each is at the head of its rank's queue and they face each other; NCCL matches them by

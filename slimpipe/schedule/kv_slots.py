@@ -1,4 +1,4 @@
-"""Where each unit's keys and values lie: slots of one buffer a chunk, never moved (DESIGN section 3, "KV slots").
+"""Where each unit's keys and values lie: slots of one buffer a chunk, never moved (docs/architecture.md, "KV slots").
 
 A query's past has no order once RoPE is applied, so the earlier slices may lie anywhere, as long as attention can
 read them in few contiguous ranges. The buffer has exactly the chunk's peak of units in flight. Even microbatches

@@ -2,7 +2,7 @@
 
 Of a rank that streams, a layer's slots lie on the host, and `BUFFERS` layers' worth of room on the device. A layer's
 copies in start as the layer before it begins, in the order in which the rank's list runs through layers; its copies out
-start behind it. The order follows from the plan: no action of its own is needed (DESIGN section 7).
+start behind it. The order follows from the plan: no action of its own is needed (docs/pipeline_swap.md).
 """
 
 from __future__ import annotations

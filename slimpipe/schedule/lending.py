@@ -1,4 +1,4 @@
-"""Which stretch of an owner's past each helper gets (DESIGN section 4 (iii)).
+"""Which stretch of an owner's past each helper gets.
 
 A loan is one range of the KV buffer inside one range of the past, so that it is one kernel call and one piece of
 memory. The rest of the past should be few ranges too, and lie beside the unit's own slot: some attention kernels take

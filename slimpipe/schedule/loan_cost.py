@@ -1,4 +1,4 @@
-"""What a loan's transfers cost, by link, and whether it is worth them (DESIGN section 4, "Bytes").
+"""What a loan's transfers cost, by link, and whether it is worth them (docs/exchange.md).
 
 A loan makes three transfers a layer (`schedule.exchange_transfers`): keys and values of the range, which grow with it,
 and what does not: query and partial output of the whole slice, in the backward also the merged output, LSE and output's

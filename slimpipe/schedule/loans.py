@@ -1,4 +1,4 @@
-"""Loans: attention of one rank's unit that another rank computes (SlimPipe section 4.2; DESIGN section 4).
+"""Loans: attention of one rank's unit that another rank computes (SlimPipe section 4.2; docs/exchange.md).
 
 `schedule.balance` makes them ahead of time. An `Exchange` answers what a rank asks as it walks its list: what do I
 lend in this forward or backward, and with what do I help in this slot.

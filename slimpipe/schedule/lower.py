@@ -1,8 +1,8 @@
-"""The transfer pass: adds sends and receives to a plan of forwards and backwards (DESIGN sections 1 and 8).
+"""The transfer pass: adds sends and receives to a plan of forwards and backwards (docs/architecture.md).
 
 A send follows the compute that makes its tensor at once. A receive is posted a few compute actions ahead of the one
 that consumes it: early enough to overlap, and late enough that little is outstanding (a cold process that posted
-four ahead hung for good; FACTS section 2). Carriers match the transfers of a link by order, so a link's receives are
+four ahead hung for good; docs/h200.md). Carriers match the transfers of a link by order, so a link's receives are
 posted in its sender's order whatever order the receiver consumes in. Vocabulary passes between two computes stay where
 they are, behind the sends and receives that stand there: a pass may wait, and what others wait for goes first.
 """

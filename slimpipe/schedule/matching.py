@@ -1,4 +1,4 @@
-"""Pairs those who have too much with those who have room, in few pairs and near ones first (DESIGN section 4)."""
+"""Pairs those who have too much with those who have room, in few pairs and near ones first (docs/exchange.md)."""
 
 from __future__ import annotations
 

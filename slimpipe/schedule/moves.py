@@ -1,4 +1,4 @@
-"""Who computes how much of whose past in one slot: the three modes of exchange (SlimPipe 4.2; DESIGN section 4).
+"""Who computes how much of whose past in one slot: the three modes of exchange (SlimPipe 4.2; docs/exchange.md).
 
 Works on one slot's pasts by rank, None for a rank that is idle there, and knows nothing of buffers. Slots with equal
 pasts get equal moves, so a plan has few of them to make.

@@ -1,4 +1,4 @@
-"""The simulator: a plan, costs and links -> a timeline (DESIGN section 2, "The simulator").
+"""The simulator: a plan, costs and links -> a timeline (docs/architecture.md).
 
 Takes plans with and without transfer actions. Without, every tensor leaves the moment it is made and its consumer
 always waits for it; with, it leaves at its send and no earlier than its receive is posted. No host or send window

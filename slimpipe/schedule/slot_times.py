@@ -42,8 +42,8 @@ class InEqualTime:
 class Together:
     """Free transfers, and ranks that go through the slot side by side, held to the pace of the longest of them.
 
-    That is what DESIGN section 4 counts by. It takes a slot as a whole: that an owner waits for its helper in every
-    layer, before its dense work there, is not in it.
+    The columns `free` in docs/exchange.md count by it. It takes a slot as a whole: that an owner waits for its helper
+    in every layer, before its dense work there, is not in it.
     """
 
     work: Work

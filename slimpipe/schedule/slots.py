@@ -1,4 +1,4 @@
-"""Lockstep slots of the slimpipe order: which units run beside each other (SlimPipe section 4.2; DESIGN section 2).
+"""Lockstep slots of the slimpipe order: which units run beside each other (SlimPipe section 4.2).
 
 Time counts in ticks of a forward slot and a backward slot. The k-th forward of rank r runs in the forward slot of tick
 k + r, its k-th backward in the backward slot of tick n v + 2 (p-1) - 1 - r + k: the first backward of rank r falls

@@ -1,5 +1,5 @@
-"""Swaps: units whose activations spend the time between their forward and their backward in host memory (DESIGN
-section 7).
+"""Swaps: units whose activations spend the time between their forward and their backward in host memory
+(docs/pipeline_swap.md).
 
 `schedule.swap_choice` decides which and when, from times and bytes; `add_swap` makes actions of it, behind all other
 passes: nothing here binds ranks together, so no other pass depends on it. Keys and values are `schedule.kv_stream`'s.

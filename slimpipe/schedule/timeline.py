@@ -65,7 +65,7 @@ class Timeline:
 
     @property
     def peak_activation(self) -> float:
-        """The worst rank's, in M_a: what Eq. 1 of the paper and FACTS section 1 give."""
+        """The worst rank's, in M_a: what Eq. 1 of the SlimPipe paper gives."""
         return max(self.peak_activation_by_rank)
 
     @cached_property

@@ -100,7 +100,7 @@ def receive_before(shape: Shape, rank: int, compute: Action) -> Action | None:
 
 def links(plan: Plan) -> tuple[Link, ...]:
     """Every directed link that the plan's compute order uses, in one global order: all ranks that create
-    communicators must walk the same list (DESIGN section 8, "Transport and NCCL order")."""
+    communicators must walk the same list (docs/architecture.md, "NCCL order")."""
     used = set()
     for rank in range(plan.shape.p):
         for compute in plan.compute(rank):

@@ -1,4 +1,4 @@
-"""The vocabulary pass: adds the passes of embedding and output layer to every rank's list (DESIGN section 5).
+"""The vocabulary pass: adds the passes of embedding and output layer to every rank's list (docs/vocabulary.md).
 
 Each pass of a slice gets a place in the list of the rank that leads it, hence a moment in time, and stands on every
 other rank at that moment. All ranks carry all passes out in one order of moments, and a forward or backward that needs

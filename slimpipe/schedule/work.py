@@ -1,4 +1,4 @@
-"""What a unit's forward and backward consist of, as the balance pass sees them (DESIGN section 4).
+"""What a unit's forward and backward consist of, as the balance pass sees them (docs/exchange.md).
 
 A unit's time is its dense part, which stays where the weights are; attention to its own slice, causal, which stays
 too; and attention to its past, so much a token, which any rank can do. All units have the same, but for the length of

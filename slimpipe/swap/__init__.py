@@ -1,4 +1,4 @@
-"""Swapping of activations to host memory: a library for any eager PyTorch training loop (DESIGN.md section 7).
+"""Swapping of activations to host memory: a library for any eager PyTorch training loop (docs/swap.md).
 
     from slimpipe.swap import SwapManager
 

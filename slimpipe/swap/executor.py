@@ -288,7 +288,7 @@ class Executor(Mover):
     # Memory
 
     def _reliefs(self, nbytes: int) -> Sequence[Callable[[], Any]]:
-        """In the order of DESIGN.md section 7: copies under way, the allocator's cache, other saved tensors."""
+        """In this order: copies under way, the allocator's cache, other saved tensors."""
         return self.drain, self.streams.free_cached, lambda: self.evict(nbytes)
 
     def _uncounted(self) -> AbstractContextManager[None]:

@@ -1,4 +1,5 @@
-"""From `memory.swap` to a plan with its swaps: what may be held, what that leaves to move, and when (DESIGN section 7).
+"""From `memory.swap` to a plan with its swaps: what may be held, what that leaves to move, and when
+(docs/pipeline_swap.md).
 
 Every rank makes the same plan, where devices have equal memory; where they have not, each keeps to its own: swaps bind
 no ranks together.

@@ -1,4 +1,4 @@
-"""Packages import in one direction (DESIGN section 1), and schedules need no torch."""
+"""Packages import in one direction (docs/architecture.md), and schedules need no torch."""
 
 from __future__ import annotations
 

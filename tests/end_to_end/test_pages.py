@@ -100,3 +100,29 @@ def test_commands_and_keys_of_a_page_exist(page: str) -> None:
         assert key in known or key.startswith("model.options"), key
     for path in re.findall(r"(?:^|\s)((?:configs|scripts)/[\w./]+)", text):
         assert (ROOT / path).exists(), path
+
+
+SOURCES = [
+    path
+    for folder in ("slimpipe", "tests", "benchmarks", "configs", "csrc", "scripts", "docs")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".yaml", ".sh", ".cpp", ".h")
+]
+
+
+def test_what_the_code_refers_to_is_in_the_repository() -> None:
+    """Pages, and sections of pages where a reference names one: `docs/page.md, "Section"`."""
+    missing: list[tuple[str, str, str]] = []
+    named = re.compile(r'docs/(\w+\.md)(?:,\s+"([^"]+)")?')
+    for path in set(SOURCES) - {Path(__file__)}:
+        for page, section in named.findall(path.read_text(encoding="utf-8")):
+            file = ROOT / "docs" / page
+            headings = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            if not headings or (section and f"## {section}" not in headings):
+                missing.append((str(path.relative_to(ROOT)), page, section))
+    assert missing == []
+
+
+def test_no_page_outside_the_repository_is_referred_to() -> None:
+    outside = re.compile(r"\b(?:DESIGN|FACTS|STYLE)(?:\.md| section)")
+    assert [str(path) for path in SOURCES if path != Path(__file__) and outside.search(path.read_text("utf-8"))] == []

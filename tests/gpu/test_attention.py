@@ -1,4 +1,4 @@
-"""GPU attention backends with a merged LSE, against an fp32 reference; expected errors are in FACTS.md section 2."""
+"""GPU attention backends with a merged LSE, against an fp32 reference; expected errors are in docs/h200.md."""
 
 from __future__ import annotations
 

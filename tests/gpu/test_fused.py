@@ -93,7 +93,7 @@ def test_a_sum_is_rounded_once_as_it_is_stored() -> None:
 
 
 def test_weight_gradients_add_up_in_fp32() -> None:
-    """64 small gradients on top of a large one, where sums in bf16 lose nearly all (DESIGN.md section 6)."""
+    """64 small gradients on top of a large one, where sums in bf16 lose nearly all."""
     acc = torch.full((256, 128), 1000.0, device="cuda")
     low, added = acc.bfloat16(), torch.zeros_like(acc, dtype=torch.float64)
     for step in range(64):

@@ -167,7 +167,7 @@ def test_gradients_of_plain_modules_land_in_main_grad() -> None:
 
 
 def test_bf16_products_are_added_up_in_fp32() -> None:
-    """64 small gradients on top of a large one, where sums in bf16 lose nearly all (DESIGN.md section 6)."""
+    """64 small gradients on top of a large one, where sums in bf16 lose nearly all."""
     acc, added = torch.full((6, 5), 1000.0), torch.zeros(6, 5, dtype=torch.float64)
     low = acc.bfloat16()
     for step in range(64):

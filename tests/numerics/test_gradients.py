@@ -46,7 +46,7 @@ def test_units_and_kv_slots_counted_are_the_simulators(case: Case, reports: Call
 
 
 def units_by_formula(case: Case, r: int) -> int:
-    """DESIGN.md section 2 and, for the microbatch schedules, Megatron's warm-up and one more; never above all units."""
+    """n v + 2 (p-1-r) and, for the microbatch schedules, Megatron's warm-up and one more; never above all units."""
     p, v, n, m = case.pp, case.v, case.n, case.m
     most = {
         "slimpipe": n * v + 2 * (p - 1 - r),

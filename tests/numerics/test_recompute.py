@@ -128,7 +128,7 @@ def test_what_is_kept_is_what_the_formula_says(mode: Any, qk_norm: bool) -> None
 
 
 def test_bytes_at_the_llama_8b_shape_are_the_designs() -> None:
-    """DESIGN.md section 7: about 139, 94, 37, 21, 12 KB a token and layer, bf16, keys and values included."""
+    """docs/recompute.md: about 139, 94, 37, 21, 12 KB a token and layer, bf16, keys and values included."""
     found = [round(sum(layer_bytes_per_token(LLAMA_8B, mode).values()) / 1e3) for mode in MODES]
     assert found == [139, 94, 37, 21, 12]
 

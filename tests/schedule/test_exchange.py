@@ -181,7 +181,7 @@ def test_forward_and_backward_loans_mostly_coincide() -> None:
 
 
 def test_64_ranks_are_planned_in_about_a_second() -> None:
-    """DESIGN section 4: p = 64, n = 256, v = 4, m = 8, 1.1 million units; 0.2 s where this was written."""
+    """p = 64, n = 256, v = 4, m = 8, 1.1 million units; 0.2 s where this was written."""
     plan = build("slimpipe", Shape(p=64, v=4, n=256, m=8))
     begin = time.process_time()
     moves = plan_moves(slots_of(plan), "balanced", sliced_work(256, 0.8, 4096), 1024)

@@ -1,4 +1,4 @@
-"""Exchange in the simulator: DESIGN section 4's table, Eq. 2, and slots taken apart by hand."""
+"""Exchange in the simulator: idle shares worked out apart, Eq. 2, and slots taken apart by hand."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def simulated(
 def test_idle_share(
     p: int, n: int, v: int, m: int, off: float, pairwise: float, whole: float, quarter: float, filled: float
 ) -> None:
-    """DESIGN section 4's table, attention 80 % of the forward."""
+    """Idle shares by a count made before this simulator, attention 80 % of the forward."""
     shape = Shape(p, v, n, m)
     found = [
         100 * simulated(shape, mode, granule=granule, fill=fill)[0].bubble_fraction

@@ -1,4 +1,4 @@
-"""What loans send, in which order, and that no order of it can hang (DESIGN section 8)."""
+"""What loans send, in which order, and that no order of it can hang (docs/exchange.md)."""
 
 from __future__ import annotations
 

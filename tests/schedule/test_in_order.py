@@ -1,4 +1,4 @@
-"""Plans under NCCL's rules: what is safe, and that the replay finds what is not (DESIGN section 8)."""
+"""Plans under NCCL's rules: what is safe, and that the replay finds what is not (docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV slots: exact capacity, and every past one range where n >= 2p, two at most elsewhere (DESIGN section 3)."""
+"""KV slots: exact capacity, and every past one range where n >= 2p, two at most elsewhere (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_join() -> None:
 
 @pytest.mark.parametrize("p", range(2, 9))
 def test_ranges_over_the_grid(p: int) -> None:
-    """A cut through the grid of DESIGN section 3 (p 2-8, n 1..4p+2, v 1-5, m 1-7, every rank), which passes whole."""
+    """A cut through a grid (p 2-8, n 1..4p+2, v 1-5, m 1-7, every rank), which passes whole."""
     slices = sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p, 4 * p + 2} - {0})
     for _, shape in cases([p], [1, 2, 5] if p < 5 else [1, 3], slices, [1, 2, 3, 6], ["slimpipe"]):
         most = ranges_at_most(shape)

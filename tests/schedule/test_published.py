@@ -1,4 +1,4 @@
-"""The papers' numbers (FACTS section 1) and the design's (DESIGN section 4), from simulator and formulas alike."""
+"""The papers' numbers, and idle shares worked out apart, from simulator and formulas alike."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_scheme_table(name: str, p: int, v: int, n: int, m: int, activation: flo
     ],
 )
 def test_idle_share_without_exchange(p: int, n: int, v: int, m: int, off: float, equal: float) -> None:
-    """DESIGN section 4's table: its first and last columns."""
+    """Idle shares by a lockstep count made before this simulator, and by the formula, in per cent."""
     shape = Shape(p, v, n, m)
     timeline = simulate(build("slimpipe", shape), sliced_costs(n, attention_share=0.8))
     assert round(100 * timeline.bubble_fraction, 1) == off
@@ -110,7 +110,7 @@ def test_simulator_agrees_with_the_formulas(case: Case) -> None:
 
 
 def test_slimpipe_with_one_chunk_runs_every_shape() -> None:
-    """DESIGN section 2: p <= 8, n <= 16, m <= 8 (every other here): no deadlock, bubble equal to the formula."""
+    """p <= 8, n <= 16, m <= 8 (every other here): no deadlock, bubble equal to the formula."""
     for p in range(1, 9):
         for n in range(1, 17):
             for m in (1, 2, 3, 8):

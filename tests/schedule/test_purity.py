@@ -1,4 +1,4 @@
-"""The schedule is pure data: the standard library alone, importable with nothing else installed (DESIGN section 1)."""
+"""The schedule is pure data: the standard library alone, importable with nothing else installed."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_a_pass_can_bring_rules_of_its_own() -> None:
 
 
 def test_256_ranks_take_seconds() -> None:
-    """DESIGN section 2. 131,072 actions; about a second on the machine that this was written on."""
+    """131,072 actions; about a second on the machine that this was written on."""
     plan = build("slimpipe", Shape(p=256, n=64, m=4))
     begin = time.process_time()
     timeline = simulate(plan, sliced_costs(64, 0.8))

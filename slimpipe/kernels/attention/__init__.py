@@ -2,7 +2,7 @@
 
 A backend never sees the whole sequence: it computes one block of it, (a) a slice against itself, causal, or (b) a slice
 against earlier ones, no mask; some take both as one. Partial results carry their log-sum-exp (LSE) and merge exactly
-(DESIGN.md section 3).
+(docs/attention.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""cuDNN attention through ATen: the default on a GPU. Its backward is not deterministic (FACTS.md section 2)."""
+"""cuDNN attention through ATen: the default on a GPU. Its backward is not deterministic (docs/h200.md)."""
 
 from __future__ import annotations
 

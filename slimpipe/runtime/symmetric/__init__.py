@@ -1,11 +1,11 @@
-"""Transfers inside a node by copy engine, out of memory that its GPUs share (DESIGN.md section 8, "Transport").
+"""Transfers inside a node by copy engine, out of memory that its GPUs share (docs/carriers.md).
 
 A lane is one direction between two ranks. The sender copies a tensor into a ring of its own memory, on its compute
 stream, and raises the receiver's `ready` counter; the receiver's copy engine, on a stream of its own, waits for that,
 reads the ring over NVLink, and raises the sender's `taken` counter, behind which the ring's bytes are written again.
 
 Why the receiver reads and the sender does not write:
-- 370 GB/s each way were measured so, beside attention and GEMMs (FACTS.md section 2);
+- 370 GB/s each way were measured so, beside attention and GEMMs (docs/h200.md);
 - data lies still in the sender's memory until it is read, so only counters are ever written from afar, and no reader
   has to flush remote writes before it may trust its memory;
 - it is read straight to where it is wanted (a fresh tensor, the exchange's buffers), and the sender's tensor is free

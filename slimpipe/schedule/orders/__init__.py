@@ -1,4 +1,4 @@
-"""Compute orders: in which order each rank runs its forwards and backwards (DESIGN section 2).
+"""Compute orders: in which order each rank runs its forwards and backwards (docs/architecture.md).
 
 | name        | forwards                                              | warm-up of rank r           |
 |-------------|-------------------------------------------------------|-----------------------------|

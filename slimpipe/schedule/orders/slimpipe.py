@@ -1,6 +1,6 @@
 """The slimpipe order: 1F1B over slices, with one microbatch's slices (and 2(p - 1 - r) more) in flight.
 
-SlimPipe paper (arXiv 2504.14519), sections 4.1 and 4.2; DESIGN section 2.
+SlimPipe paper (arXiv 2504.14519), sections 4.1 and 4.2.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ ranks, in one order.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.warm_up_attention import warm_up_attention
-from slimpipe.runtime.warm_up_blocks import Blocks, Inputs
+from slimpipe.runtime.warm_up_blocks import Blocks, Inputs, as_swapped
 
 
 def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -33,6 +35,10 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
     unit_bytes = blocks.run()
     for stage in engine.stages:
         _ends(engine, stage, inputs)
+    if engine.swaps is not None:
+        blocks.run_as_swapped()
+        for stage in engine.stages:
+            _ends(engine, stage, inputs, as_swapped)
     _attention_and_exchange(engine, blocks)
     if engine.vocabulary is not None:
         engine.progress.now("warming up the vocabulary passes")
@@ -69,15 +75,18 @@ def _attention_and_exchange(engine: Engine, blocks: Blocks) -> None:
     warm_up_attention(engine, blocks.attention)
 
 
-def _ends(engine: Engine, stage: Stage, inputs: Inputs) -> None:
+def _ends(
+    engine: Engine, stage: Stage, inputs: Inputs, saving: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
     tokens = torch.zeros(inputs.micro_batch, engine.slice_tokens, dtype=torch.int64, device=inputs.device)
     if stage.embedding is not None:
-        x: Tensor = stage.embedding(tokens)
+        with saving():
+            x: Tensor = stage.embedding(tokens)
         x.backward(torch.zeros_like(x))
     if stage.head is not None:
-        out = stage.head(inputs.slice(engine.slice_tokens).requires_grad_())
-        if engine.vocabulary is None:
-            scale = torch.zeros((), device=inputs.device)
-            stage.loss(out, tokens, scale, engine.ce_chunk, engine.loss).backward()
-        else:
-            out.backward(torch.zeros_like(out))
+        with saving():
+            out = stage.head(inputs.slice(engine.slice_tokens).requires_grad_())
+            if engine.vocabulary is None:
+                scale = torch.zeros((), device=inputs.device)
+                out = stage.loss(out, tokens, scale, engine.ce_chunk, engine.loss)
+        out.backward(torch.zeros_like(out))

@@ -9,12 +9,13 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_slots import SlicePlace
@@ -90,17 +91,29 @@ class Blocks:
             met.add(kind)
         return max(units)
 
+    def run_as_swapped(self) -> None:
+        """The same where what a forward saves goes to the host: by `as_swapped`."""
+        for chunk, index in self._all():
+            self._sequence(chunk, index, self._few, as_swapped)
+
     def _all(self) -> Iterator[tuple[int, int]]:
         for chunk, stage in enumerate(self._engine.stages):
             for index, layer in enumerate(stage.layers):
                 self._engine.progress.now(f"warming up layer {layer}")
                 yield chunk, index
 
-    def _sequence(self, chunk: int, index: int, slices: Sequence[tuple[int, SlicePlace]]) -> int:
-        """One block over slices of a sequence. The most bytes that it keeps of one."""
+    def _sequence(
+        self,
+        chunk: int,
+        index: int,
+        slices: Sequence[tuple[int, SlicePlace]],
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> int:
+        """One block over slices of a sequence, `saving` around each forward. The most bytes that it keeps of one."""
         graphs, most = [], 0
         for number, place in slices:
-            run = self._forward(chunk, index, number, place)
+            with saving():
+                run = self._forward(chunk, index, number, place)
             most = max(most, run.kept)
             if run.out.requires_grad:
                 graphs.append((get_gradient_edge(run.out), torch.randn_like(run.out)))
@@ -119,6 +132,14 @@ class Blocks:
         out = stage.run_block(index, x, context)
         # The output takes the place of the next block's input, so it counts once a layer.
         return _Run(out, _allocated(x.device) - before, context.attended.get(stage.layers[index]))
+
+
+@contextmanager
+def as_swapped() -> Iterator[None]:
+    """Around a forward: its backward is given what a swap gives back, tensors that record no gradient. The compiler has
+    other code for these."""
+    with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        yield
 
 
 def _make(block: nn.Module) -> Hashable:

@@ -39,7 +39,9 @@ class Met(NamedTuple):
     attention: list[tuple[Any, ...]]
 
 
-def met_in_turn(rank: int, world: int, case: Case, model: str = "llama") -> tuple[Met, Met]:
+def met_in_turn(
+    rank: int, world: int, case: Case, model: str = "llama", memory: dict[str, Any] | None = None
+) -> tuple[Met, Met]:
     """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them."""
     warm, later = Met([], []), Met([], [])
     now = warm
@@ -74,7 +76,8 @@ def met_in_turn(rank: int, world: int, case: Case, model: str = "llama") -> tupl
         mock.patch.object(merge, "extension_available", lambda: False),
         mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
     ):
-        session = Session(config_of(case, model={"name": model}))
+        more = {} if memory is None else {"memory": {"recompute": case.recompute, **memory}}
+        session = Session(config_of(case, model={"name": model}, **more))
         tokens, labels = batch_of(case)
         now = later
         for _ in range(2):
@@ -93,6 +96,15 @@ def test_no_step_and_no_evaluation_meets_what_the_warm_up_has_not(case: Case, po
         assert "_merge_into" in warm.compiled
         assert later.compiled == [], f"rank {rank}"
         assert {block[0] for block in later.attention} == {"main", "autograd's"}
+        assert set(later.attention) <= set(warm.attention), f"rank {rank}"
+
+
+@pytest.mark.parametrize("recompute", ["none", "norms", "all_but_attention"])
+def test_what_comes_back_from_the_host_is_met_too(recompute: str, pool: Callable[[int], Pool]) -> None:
+    """It is another tensor than what was saved, and records no gradient, by which the compiler tells them apart."""
+    swapped = case(pp=2, n=8, m=2, exchange="balanced", recompute=recompute, **_COMMON)
+    for rank, (warm, later) in enumerate(pool(2).run(met_in_turn, swapped, "llama", {"swap": 1.0})):
+        assert later.compiled == [], f"rank {rank}"
         assert set(later.attention) <= set(warm.attention), f"rank {rank}"
 
 

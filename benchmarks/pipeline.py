@@ -176,8 +176,7 @@ CASES: dict[str, dict[str, Any]] = {
     "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
     "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
     # Keys and values in host memory, by layer: everywhere, and where activations alone do not do it. All ranks together
-    # need 189 GiB of host memory for 512K with a budget and 394 GiB for 1M, which activations alone do not bring down to
-    # what a GPU has.
+    # need 189 GiB of host memory for 512K with a budget, and 394 GiB for 1M, which activations alone do not make fit.
     "64k-n16-kv": SWAP | {"length": 65536, "recompute": "norms", "kv_swap": "on"},
     "256k-n16-kv": SWAP | {"length": 262144, "m": 1, "recompute": "all_but_attention", "kv_swap": "on"},
     "512k-n32-kv": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "kv_swap": "on"},

@@ -121,8 +121,12 @@ def run(kind: str, steps: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         manager = SwapManager(BUDGET, host_budget=1 << 20, settings=settings, streams=streams)
         sizes: dict[str, dict[str, int]] = {}
+        most, over = 0, 0
 
         def after(i: int) -> None:
+            nonlocal most, over
+            peak = streams.peak_memory(restart=True)
+            most, over = max(most, peak), over + (peak > BUDGET)
             if i in (early, steps - 1):
                 sizes["early" if i == early else "late"] = {**manager.sizes(), "resident_bytes": resident()}
 
@@ -143,6 +147,9 @@ def run(kind: str, steps: int) -> dict[str, Any]:
         "planned_share": counts.planned_out / max(1, counts.moved_out),
         "late_share": counts.fetched_late / max(1, counts.moved_in),
         "mismatches": counts.mismatches,
+        "profiled_steps": manager.profiled_steps,
+        "most_of_budget": most / BUDGET,
+        "steps_over_budget": over,
         "plain_resident_bytes": plain_sizes,
         "early": sizes["early"],
         "late": sizes["late"],

@@ -18,13 +18,17 @@ class Times:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """`expected[i]`: what the i-th large saved tensor of the step looks like; `packed_at[i]`: the operator it was saved
-    at; `swaps[i]`: when it goes and comes back, for those that are moved."""
+    """`expected[i]`: what the i-th saved tensor of the step looks like; `packed_at[i]`: the operator it was saved at;
+    `large`: the numbers of those that may be moved, for the others may be large enough in another step; `swaps[i]`:
+    when it goes and comes back, for those that are moved. Of those that the backward asked for, `used_at[i]`: the
+    operator at which it did; `fetch_at[i]`: when the copy back would start if it were moved against the plan."""
 
     expected: tuple[Feature, ...] = ()
     packed_at: tuple[int, ...] = ()
+    large: tuple[int, ...] = ()
     swaps: dict[int, Times] = field(default_factory=dict)
-
+    used_at: dict[int, int] = field(default_factory=dict)
+    fetch_at: dict[int, int] = field(default_factory=dict)
     peak: int = 0
     """Bytes in use on the device at most, as planned."""
 

@@ -1,15 +1,15 @@
 """Carries out a plan that goes by operators: what `SwapManager` moves with.
 
-A tensor that the plan does not know is kept or, for want of room, moved in plain order. At each hook everything that is
+For want of room tensors are moved that no plan moves, the oldest first. At each hook everything that is
 due by the operator count is done (`_advance`): tensors whose operator has come leave the device, copies back are
 started.
 """
 
 from __future__ import annotations
 
+import heapq
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from slimpipe.swap.arena import PinnedArenas
 from slimpipe.swap.excluded import Excluded
-from slimpipe.swap.execution import ExecutionPlan
+from slimpipe.swap.execution import ExecutionPlan, Times
 from slimpipe.swap.features import Feature, Matcher
 from slimpipe.swap.mover import Kept, Mover
 from slimpipe.swap.observer import Observer
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 LOOKAHEAD = 2
 """Tensors fetched ahead of the one asked for where no plan says when."""
+SMALLER = 64
+"""A profiled step notes tensors down to this part of `min_bytes`: an expert's may be large in the next one."""
 
 
 class Executor(Mover):
@@ -61,11 +63,17 @@ class Executor(Mover):
         self._recorder: Recorder | None = None
         self._matcher = Matcher(())
         self._others: Sequence[ExecutionPlan] = ()
-        self._drift = 0
+        self._drift = self._left_out = 0
+        """`_left_out`: the most operators left out at once in this step, as may happen again before the next use."""
         self._due: float = NEVER
+        self._limit = gpu_budget
+        """Bytes that may be in use in this step."""
         self._releases = ReleaseQueue()
-        self._fetches: deque[tuple[int, int]] = deque()
-        self._numbered: dict[int, SavedReference] = {}
+        self._fetches: list[tuple[int, int, int]] = []
+        """A heap of (operator of the plan, that of the first use, -serial): in the order in which the policy counted on
+        the link, of those started at once the first needed first."""
+        self._oldest = 0
+        """Place in `_this_step`: those before it were moved, or had to stay."""
         self._seen: list[StorageWeakRef] = []
         self._operator = 0
         """At the hook that is being called."""
@@ -81,9 +89,10 @@ class Executor(Mover):
             self._learn_what_lasts()
         self.generation += 1
         self.observer, self._recorder, self._others = observer, recorder, others
+        self.least = self.min_bytes if recorder is None else max(1, self.min_bytes // SMALLER)
         self.features, self._this_step = [], []
         self.most_in_use = 0
-        self._numbered = {}
+        self._oldest = 0
         self._follow(plan)
 
     def end(self) -> None:
@@ -93,7 +102,7 @@ class Executor(Mover):
                 self._release(saved)
             self._plan, self._recorder, self._others = None, None, ()
             self._fetches.clear()
-            self._numbered, self._due = {}, NEVER
+            self._due = NEVER
             self.settle()
 
     def _learn_what_lasts(self) -> None:
@@ -105,12 +114,11 @@ class Executor(Mover):
         self.excluded.forget_dead()
 
     def _follow(self, plan: ExecutionPlan | None) -> None:
-        self._plan, self._drift = plan, 0
-        self._matcher = Matcher(plan.expected if plan is not None else ())
-        swaps = plan.swaps if plan is not None else {}
-        # In the order in which the policy counted on the link: of those started at once, the first needed first.
-        order = sorted((times.prefetch, times.first_use, -number) for number, times in swaps.items())
-        self._fetches = deque((prefetch, -number) for prefetch, _, number in order)
+        self._plan, self._drift, self._left_out = plan, 0, 0
+        # A plan that cannot keep the budget comes as near to it as can be.
+        self._limit = max(self.gpu_budget, plan.peak if plan is not None else 0)
+        self._matcher = Matcher(plan.expected, packed_at=plan.packed_at) if plan is not None else Matcher(())
+        self._fetches.clear()
         self._set_due()
 
     # The two hooks
@@ -123,7 +131,8 @@ class Executor(Mover):
         if operator >= self._due or self._recorder is not None:
             self._advance(operator)
         if not self._may_move(tensor):
-            return self._keep(tensor)
+            with observer.paused():
+                return self._keep(tensor)
         with self._lock, observer.paused():
             self.settle()
             self._release_done()
@@ -132,7 +141,7 @@ class Executor(Mover):
 
     def unpack(self, packed: Kept | View | Tensor) -> Tensor:
         assert self.observer is not None
-        operator = self.observer.at_hook("load")
+        operator = self._operator = self.observer.at_hook("load")
         if operator >= self._due or self._recorder is not None:
             self._advance(operator)
         if not isinstance(packed, View):
@@ -144,26 +153,30 @@ class Executor(Mover):
             return tensor
 
     def _first_used(self, saved: Saved) -> None:
+        plan = self._plan
+        if plan is not None and saved.number in plan.used_at and saved.generation == self.generation:
+            # The backward of what was inserted or left out is another number of operators than its forward.
+            self._shift(self._operator - plan.used_at[saved.number])
         if self._recorder is not None and saved.generation == self.generation:
             self._recorder.first_used(saved)
 
     def _born(self, saved: Saved, tensor: Tensor) -> None:
         assert self.observer is not None
         reference = weakref.ref(saved)
-        saved.feature = Feature(tuple(tensor.shape), tensor.dtype, saved.nbytes, self.observer.last())
+        saved.feature = Feature(tuple(tensor.shape), tensor.dtype, saved.nbytes, self.observer.last(), saved.source)
         self._seen.append(saved.reference)
+        if self._recorder is not None:
+            self._recorder.born(saved, self._operator)
+        if saved.nbytes < self.min_bytes:
+            return
         self.features.append(saved.feature)
         self._this_step.append(reference)
         saved.number = self._number(saved, saved.feature, self._operator)
-        if saved.number is not None:
-            self._numbered[saved.number] = reference
-        if self._recorder is not None:
-            self._recorder.born(saved, len(self.features) - 1, self._operator)
         self._decide(saved)
 
     def _number(self, saved: Saved, feature: Feature, operator: int) -> int | None:
         """The tensor's place in the sequence that the plan is for."""
-        number = self._matcher.match(feature)
+        number = self._matcher.match(feature, operator)
         missed = len(self.features) - self._matcher.exact
         # At the first, second, fourth... that does not fit: in a mixture of experts most never do.
         if missed & (missed - 1) == 0 and missed and self._change_plan():
@@ -172,28 +185,34 @@ class Executor(Mover):
         if plan is None:
             return None
         if number is not None:
-            # Operators inserted or left out since then shift what is still to come by as much.
-            self._drift = operator - plan.packed_at[number]
-            self._set_due()
+            self._shift(self._matcher.drift)
             return number
         self.counts.problem("mismatches", saved.origin)
         return None
 
+    def _shift(self, drift: int) -> None:
+        """Operators inserted or left out up to now shift what is still to come by as much."""
+        self._left_out = max(self._left_out, self._drift - drift)
+        self._drift = drift
+        self._set_due()
+
     def _change_plan(self) -> bool:
         """Goes over to the cached plan that follows the step so far to the letter, if there is one."""
         for plan in self._others:
-            if plan is not self._plan and list(plan.expected[: len(self.features)]) == self.features:
+            numbers = plan.large[: len(self.features)]
+            if plan is not self._plan and [plan.expected[number] for number in numbers] == self.features:
                 break
         else:
             return False
-        self._numbered = {}
         self._follow(plan)
-        for feature, reference in zip(self.features, self._this_step, strict=True):
-            number, saved = self._matcher.match(feature), reference()
+        operators = [*(plan.packed_at[number] for number in numbers[:-1]), self._operator]
+        for feature, operator, reference in zip(self.features, operators, self._this_step, strict=True):
+            number, saved = self._matcher.match(feature, operator), reference()
             if number is None or saved is None:
                 continue
             saved.number = number
-            self._numbered[number] = reference
+            if saved.state is not State.HERE:
+                self._fetch_at(saved, plan.swaps.get(number))
             # The last one is new: where it goes is decided by who asked.
             if number in plan.swaps and saved.state is State.HERE and not saved.used and saved.serial != self._serial:
                 self._decide(saved)
@@ -209,22 +228,42 @@ class Executor(Mover):
             if self._start_copy(saved):
                 self.counts.planned_out += saved.nbytes
                 self._releases.add(saved, times.release)
+                self._fetch_at(saved, times)
                 self._set_due()
             return
         planned_to_stay = plan is not None and saved.number is not None
         limit = self.gpu_budget - (0 if planned_to_stay else self.headroom)
-        in_use = self.streams.memory_in_use()
-        self.most_in_use = max(self.most_in_use, in_use)
-        if in_use <= limit:
-            return
-        # Those that were started earlier make room first: their copies are further on.
-        while len(self._releases) and self.streams.memory_in_use() > limit:
-            self._release_next()
-        if self.streams.memory_in_use() <= limit:
+        self.most_in_use = max(self.most_in_use, self.streams.memory_in_use())
+        if self._make_room(limit):
             return
         self.counts.problem("fallbacks", saved.origin)
-        if self._start_copy(saved):
-            self._releases.add(saved, NEVER)
+        for other in self._older(self.streams.memory_in_use() - limit, saved):
+            if self._start_copy(other):
+                self._releases.add(other, NEVER)
+                self._fetch_at(other, None)
+
+    def _older(self, nbytes: int, newest: Saved) -> Iterator[Saved]:
+        """Tensors of this step that are to leave for `nbytes` bytes of room: kept ones that only autograd holds, the
+        oldest first, since the backward needs them last; where they do not suffice, `newest`."""
+        found = 0
+        while found < nbytes and self._oldest < len(self._this_step):
+            saved = self._this_step[self._oldest]()
+            if saved is newest:
+                break
+            self._oldest += 1
+            kept = saved is not None and saved.state is State.HERE and not saved.used
+            if saved is not None and kept and not self._referred_to(saved.reference, own=1):
+                found += saved.nbytes
+                yield saved
+        if found < nbytes:
+            yield newest
+
+    def _make_room(self, limit: int) -> bool:
+        """Of those that are leaving, the ones that were started earlier go at once: their copies are further on.
+        Whether no more than `limit` bytes are in use then."""
+        while (over := self.streams.memory_in_use() > limit) and len(self._releases):
+            self._release_next()
+        return not over
 
     def _release_next(self) -> None:
         saved = self._releases.pop()
@@ -240,6 +279,21 @@ class Executor(Mover):
             self._release_next()
 
     # The way back
+
+    def _fetch_at(self, saved: Saved, times: Times | None) -> None:
+        """When the copy back is to start. Without times of its own: as the plan has it for a tensor that it does not
+        move; where it does not know the tensor, for the next one that it does: that is needed before."""
+        plan = self._plan
+        if plan is None:
+            return
+        if times is not None:
+            heapq.heappush(self._fetches, (times.prefetch, times.first_use, -saved.serial))
+        else:
+            first = saved.number if saved.number is not None else self._matcher.place
+            places = range(first, min(first + self._matcher.window, len(plan.expected)))
+            known = next((number for number in places if number in plan.fetch_at), None)
+            if known is not None:
+                heapq.heappush(self._fetches, (plan.fetch_at[known], plan.used_at[known], -saved.serial))
 
     def _fetch_ahead(self, asked: Saved) -> None:
         """Without a plan: the backward will most likely ask for what was saved just before."""
@@ -272,17 +326,21 @@ class Executor(Mover):
             now = operator - self._drift
             while self._releases.next_operator <= now:
                 self._release_next()
-            while self._fetches and self._fetches[0][0] <= now:
-                reference = self._numbered.get(self._fetches.popleft()[1])
+            while self._fetches and self._fetches[0][0] <= now + self._left_out:
+                reference = self._all.get(-self._fetches[0][2])
                 saved = reference() if reference is not None else None
-                if saved is not None:
+                if saved is not None and saved.state is State.AWAY and not saved.used:
+                    # Sizes are not the planned ones: it waits until the backward has made room, or asks for it.
+                    if self.streams.memory_in_use() + saved.nbytes > self._limit:
+                        break
                     self._fetch(saved)
+                heapq.heappop(self._fetches)
             self._set_due()
             if self._recorder is not None:
                 self._recorder.moment(operator, self.away_bytes)
 
     def _set_due(self) -> None:
-        first = min(self._releases.next_operator, self._fetches[0][0] if self._fetches else NEVER)
+        first = min(self._releases.next_operator, self._fetches[0][0] - self._left_out if self._fetches else NEVER)
         self._due = first + self._drift
 
     # Memory

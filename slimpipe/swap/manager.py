@@ -15,6 +15,7 @@ No list of modules and no fraction: it looks at a few steps, and moves nothing w
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -144,7 +145,7 @@ class SwapManager:
         if self._inside:
             raise RuntimeError("SwapManager.step: the last step is not over; steps do not nest")
         orders = self.stages.orders()
-        recorder = Recorder(self.streams) if orders.detailed else None
+        recorder = Recorder(self.streams, self.settings.min_bytes) if orders.detailed else None
         self._excluded.watch_modules(self.stage is not Stage.STABLE)
         self.executor.begin(self.observer, orders.plan, self.stages.plans(), recorder)
         self._inside = True
@@ -227,7 +228,7 @@ class SwapManager:
                 self.settings.size_weight * weight,
                 self.settings.move_share,
             )
-            plan = _execution_plan(profile, policy)
+            plan = _execution_plan(profile, policy, in_rate, self.settings.min_bytes)
             if plan not in plans:
                 plans.append(plan)
                 self.policies.append(policy)
@@ -332,14 +333,21 @@ class SwapManager:
         return "\n".join(lines)
 
 
-def _execution_plan(profile: Profile, policy: Policy) -> ExecutionPlan:
-    operators = profile.operators
+def _execution_plan(profile: Profile, policy: Policy, in_rate: float, min_bytes: int) -> ExecutionPlan:
+    operators, seconds = profile.operators, profile.timeline.seconds
     swaps = {
         name: Times(operators[swap.release], operators[swap.prefetch], operators[swap.candidate.first_use])
         for swap in policy.swaps
         for name in profile.members[swap.candidate.name]
     }
-    return ExecutionPlan(profile.features, profile.packed_at, swaps, policy.peak)
+    fetch_at = {}
+    for name, moment in profile.first_use.items():
+        # What nobody planned shares the link with what was planned: twice the time that it takes alone.
+        begin = seconds[moment] - 2 * profile.features[name].nbytes / in_rate
+        fetch_at[name] = operators[max(0, bisect_right(seconds, begin) - 1)]
+    used_at = {name: operators[moment] for name, moment in profile.first_use.items()}
+    large = tuple(i for i, feature in enumerate(profile.features) if feature.nbytes >= min_bytes)
+    return ExecutionPlan(profile.features, profile.packed_at, large, swaps, used_at, fetch_at, policy.peak)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -38,7 +38,8 @@ class Mover:
         self, streams: Streams, arenas: PinnedArenas, excluded: Excluded, holder: Holder, min_bytes: int
     ) -> None:
         self.streams, self.arenas, self.excluded, self.holder = streams, arenas, excluded, holder
-        self.min_bytes = min_bytes
+        self.min_bytes = self.least = min_bytes
+        """`least`: below it a tensor is not even looked at; some steps look at tensors that are too small to move."""
         self.counts = Counts()
         self.generation = 0
         """Tensors saved in one generation share what they have in common."""
@@ -67,7 +68,7 @@ class Mover:
     def _may_move(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self.streams.device or tensor.nbytes < self.min_bytes or tensor.dim() == 0:
+        if tensor.device != self.streams.device or tensor.nbytes < self.least or tensor.dim() == 0:
             return False
         # The bits of lazily conjugated and negated tensors are not in their bytes.
         return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
@@ -82,7 +83,9 @@ class Mover:
         layout = Layout.of(tensor)
         storage_bytes = storage.nbytes()
         begin, end = range_to_move(layout, storage_bytes)
-        if end - begin < self.min_bytes or end > storage_bytes:  # expanded, or a storage that was shrunk
+        if end - begin < self.least or end > storage_bytes:  # expanded, or a storage that was shrunk
+            return self._keep(tensor)
+        if tensor.nbytes < self.min_bytes <= storage_bytes:  # a small part of something large
             return self._keep(tensor)
         version = tensor._version
         saved = self._shared(storage, version, layout)

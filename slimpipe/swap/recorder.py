@@ -20,7 +20,9 @@ from slimpipe.swap.timeline import Candidate, Timeline
 @dataclass(frozen=True)
 class Profile:
     """`operators[k]`: the operator count at moment k. `members[name]`: places in `features` of the tensors that a
-    candidate is made of: all that were saved of one storage, which is freed only when all of them have left."""
+    candidate is made of: all that were saved of one storage, which is freed only when all of them have left.
+    `first_use[i]`: the moment at which the backward asked for `features[i]`. Features of tensors that are too small to
+    be moved are among them."""
 
     features: tuple[Feature, ...]
     packed_at: tuple[int, ...]
@@ -28,11 +30,14 @@ class Profile:
     timeline: Timeline
     candidates: tuple[Candidate, ...]
     members: dict[int, tuple[int, ...]]
+    first_use: dict[int, int]
 
 
 class Recorder:
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    """Tensors of fewer than `min_bytes` bytes are noted, but are no candidates."""
+
+    def __init__(self, streams: Streams, min_bytes: int) -> None:
+        self._streams, self._min_bytes = streams, min_bytes
         self._operators: list[int] = []
         self._marks: list[Mark] = []
         self._memory: list[int] = []
@@ -61,8 +66,9 @@ class Recorder:
         self._marks.append(self._streams.mark())
         self._look_who_let_go()
 
-    def born(self, saved: Saved, name: int, operator: int) -> None:
-        assert saved.feature is not None and name == len(self._features)
+    def born(self, saved: Saved, operator: int) -> None:
+        assert saved.feature is not None
+        name = len(self._features)
         reference = weakref.ref(saved)
         self._features.append(saved.feature)
         self._packed_at.append(operator)
@@ -96,12 +102,15 @@ class Recorder:
             timeline,
             tuple(candidates.values()),
             {group[0]: tuple(group) for group in self._groups if group[0] in candidates},
+            dict(self._first_use),
         )
 
     def _candidate(self, group: list[int]) -> Candidate | None:
         """None where moving it would free nothing: its graph was dropped, or others hold it up to its use."""
         uses = [self._first_use[name] for name in group if name in self._first_use]
         if not uses or any(name not in self._last_use for name in group):
+            return None
+        if any(self._features[name].nbytes < self._min_bytes for name in group):
             return None
         last, first = max(self._last_use[name] for name in group), min(uses)
         if last >= first:

@@ -77,3 +77,67 @@ def test_numbers_rise_and_fit(case: tuple[list[Feature], list[tuple[int, Feature
             assert sequence[number].operator == f.operator
         assert place != -1 or number is None
     assert matcher.exact + matcher.loose + matcher.unmatched == len(seen)
+
+
+# With a clock: the operators at which tensors are due
+
+EXPERT = ("index", "up", "gelu", "down")
+
+
+def layers(*tokens: tuple[int, ...], least: int = 0) -> list[tuple[Feature, int]]:
+    """Layers of a norm and experts with that many tokens each, 10 operators a tensor: (feature, operator), without
+    those of fewer than `least` tokens. An expert without tokens runs no operators."""
+    found, operator = [], 0
+    for loads in tokens:
+        found.append((Feature((64, 8), "bfloat16", 1024, 1, "norm"), operator))
+        for load in loads:
+            for source in EXPERT if load else ():
+                operator += 10
+                if load >= least:
+                    found.append((Feature((load, 8), "bfloat16", 16 * load, 2, source), operator))
+        operator += 10
+    return found
+
+
+def known_as(expected: list[tuple[Feature, int]], seen: list[tuple[Feature, int]]) -> list[int | None]:
+    matcher = Matcher([f for f, _ in expected], packed_at=[at for _, at in expected])
+    return [matcher.match(f, at) for f, at in seen]
+
+
+PROFILED = layers((16, 16, 16, 16), (16, 16, 16, 16))
+
+
+def test_experts_with_other_numbers_of_tokens() -> None:
+    for tokens in ((16, 17, 15, 16), (20, 12, 24, 8), (61, 1, 1, 1)):
+        assert known_as(PROFILED, layers(tokens, tokens)) == list(range(34))
+
+
+def test_as_many_tokens_as_another_expert_by_chance() -> None:
+    expected = layers((10, 20, 30, 4), (10, 20, 30, 4))
+    assert known_as(expected, layers((20, 30, 4, 10), (30, 4, 10, 20))) == list(range(34))
+
+
+def test_an_expert_with_few_tokens_is_left_out() -> None:
+    found = known_as(PROFILED, layers((24, 2, 24, 14), (16, 2, 32, 14), least=8))
+    assert found == [i for i in range(34) if i not in (5, 6, 7, 8, 22, 23, 24, 25)]
+
+
+def test_an_expert_without_tokens_is_made_up_for_by_the_end_of_its_layer() -> None:
+    found = known_as(PROFILED, layers((24, 0, 24, 16), (16, 16, 16, 16)))
+    assert found == [*range(13), *range(17, 34)]
+
+
+def test_an_expert_that_the_profile_lacks_has_no_numbers() -> None:
+    expected = layers((24, 24, 16, 0), (16, 16, 16, 16))
+    found = known_as(expected, layers((24, 20, 14, 6), (16, 16, 16, 16)))
+    assert found == [*range(13), None, None, None, None, *range(13, 30)]
+
+
+def test_operators_that_save_nothing_come_in_between() -> None:
+    late = [(f, at if i < 6 else at + 300) for i, (f, at) in enumerate(layers((16,) * 4, (16,) * 4))]
+    assert known_as(PROFILED, late) == list(range(34))
+
+
+def test_tensors_of_other_nodes_are_not_alike() -> None:
+    matcher = Matcher([Feature((8, 8), "bfloat16", 128, 2, "up")])
+    assert matcher.match(Feature((8, 8), "bfloat16", 128, 2, "down")) is None

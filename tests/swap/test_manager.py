@@ -93,6 +93,28 @@ def test_small_tensors_stay() -> None:
     assert manager.counts.moved_out == 0
 
 
+def test_a_large_tensor_that_a_small_view_holds_is_no_candidate() -> None:
+    """The small view is kept, and the whole storage with it: moving the large one would free nothing."""
+
+    def program(step: Any) -> list[Tensor]:
+        found, model = [], mlp()
+        for i in range(8):
+            x = batch(i).requires_grad_()
+            with step():
+                y = x * 1.0
+                held = y.square().sum() + y[:2].square().sum()
+                del y
+                (held + model(batch(i)).square().sum()).backward()
+            assert x.grad is not None
+            found.append(x.grad)
+        return found
+
+    manager = check_bitwise(program, make_manager(0))
+    plan = manager.stages.known[0].plan
+    assert plan is not None and plan.swaps and manager.counts.still_referenced == 0
+    assert not any(plan.expected[number].source == "MulBackward0" for number in plan.swaps)
+
+
 def test_a_tensor_saved_twice_moves_once_and_a_changed_one_twice() -> None:
     manager = make_manager(0)
     with manager.step():

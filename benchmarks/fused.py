@@ -102,7 +102,9 @@ def operations() -> dict[str, Callable[[], Operation]]:
         both, g = noise(1, TOKENS, 2 * INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
         gate, up = noise(1, TOKENS, INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
         liger = _liger_backward("swiglu.LigerSiLUMulFunction", g, gate, up)
-        return Operation(swiglu.swiglu_backward, (g, both), nbytes(g) + 2 * nbytes(both), liger)
+        halves = torch.empty_like(both).flatten(0, 1).chunk(2, -1)
+        arguments = (g.flatten(0, 1), both.flatten(0, 1), *halves)
+        return Operation(swiglu.swiglu_backward_into, arguments, nbytes(g) + 2 * nbytes(both), liger)
 
     def rotate() -> Operation:
         """Queries and keys in one tensor here; Liger takes them apart, heads first."""

@@ -22,14 +22,25 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
-@fused
 def swiglu_backward(g: Tensor, gate_up: Tensor) -> Tensor:
     """g [.., I] -> gradient of gate_up [.., 2 I]."""
+    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    swiglu_backward_into(g.flatten(0, -2), gate_up.flatten(0, -2), *out.flatten(0, -2).chunk(2, -1))
+    return out
+
+
+@fused
+def swiglu_backward_into(g: Tensor, gate_up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """g [t, I], gate_up [t, 2 I]; dgate, dup: [t, I] each, the halves of one tensor.
+
+    Into two outputs, for the compiler makes `torch.cat` read all inputs twice (1.8 times the time on an H200); and
+    flat, for in three dimensions it does not see that the halves do not overlap.
+    """
     gate, up = upcast(gate_up).chunk(2, -1)
     wide_g = upcast(g)
     sigmoid = torch.sigmoid(gate)
-    dgate = wide_g * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((dgate, wide_g * gate * sigmoid), -1).to(g.dtype)
+    dgate.copy_(wide_g * up * sigmoid * (1 + gate * (1 - sigmoid)))
+    dup.copy_(wide_g * gate * sigmoid)
 
 
 class _SwiGLULinear(torch.autograd.Function):

@@ -28,6 +28,7 @@ from slimpipe.swap.arena import PinnedArenas
 from slimpipe.swap.excluded import Excluded
 from slimpipe.swap.execution import ExecutionPlan, Times
 from slimpipe.swap.executor import Executor
+from slimpipe.swap.host_memory import available
 from slimpipe.swap.logical_layers import Layer, estimate_error, logical_layers
 from slimpipe.swap.observer import HookObserver, Observer, make_observer
 from slimpipe.swap.policy import make_policy
@@ -71,7 +72,7 @@ class SwapManager:
         self._told: set[str] = set()
         self.settings = settings or SwapSettings()
         self.streams = streams or make_streams(_device(device))
-        self.host_budget = host_budget
+        self.host_budget = host_budget = self._usable_host_budget(host_budget)
         self.gpu_budget = self._usable_budget(gpu_budget)
         self.stages = StageMachine(self.settings.stable_steps, self.settings.length_change, self.settings.similarity)
         self.policies: list[Policy] = []
@@ -235,9 +236,15 @@ class SwapManager:
             if not policy.swaps:
                 break
         if not self.policies[0].fits and self.settings.move_share is None:
+            if profile.candidates:
+                why = "moving everything that can be moved leaves "
+                in_use = "(weights, optimizer, and what one layer needs at once)"
+            else:
+                least = f"{self.settings.min_bytes:,} bytes or more, min_bytes"
+                why = f"no saved tensor can be moved (of {least}), which leaves "
+                in_use = "(weights, optimizer, small tensors, and what others hold up to the backward)"
             self._tell(
-                f"gpu_budget = {megabytes(self.gpu_budget)}: moving everything that can be moved leaves "
-                f"{megabytes(self.policies[0].peak)} in use (weights, optimizer, and what one layer needs at once); "
+                f"gpu_budget = {megabytes(self.gpu_budget)}: {why}{megabytes(self.policies[0].peak)} in use {in_use}; "
                 "the run goes on with that"
             )
         for policy in self.policies:
@@ -265,6 +272,14 @@ class SwapManager:
             self._tell(f"gpu_budget = {asked:,} bytes, but the device has {size:,}; using 90 % of that")
             return int(0.9 * size)
         return asked
+
+    def _usable_host_budget(self, asked: int) -> int:
+        """Who pins more than there is, is killed by the system instead of being refused."""
+        free = available()
+        if free is None or asked <= free:
+            return asked
+        self._tell(f"host_budget = {asked:,} bytes, but the host has {free:,} to be had; using 90 % of that")
+        return int(0.9 * free)
 
     def _tell(self, message: str) -> None:
         if message not in self._told:

@@ -260,6 +260,17 @@ def test_a_budget_larger_than_the_machine() -> None:
     check_bitwise(PROGRAMS["plain"], manager)
 
 
+def test_a_host_budget_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimpipe.swap.manager.available", lambda: 1_000_000)
+    with pytest.warns(UserWarning, match="host_budget = 2,000,000 bytes, but the host has 1,000,000 to be had"):
+        manager = SwapManager(0, 2_000_000, streams=SimulatedStreams(), settings=SwapSettings(min_bytes=512))
+    assert manager.host_budget == 900_000
+    check_bitwise(PROGRAMS["plain"], manager)
+    assert 0 < manager.sizes()["host_bytes_pinned"] <= 900_000
+    monkeypatch.setattr("slimpipe.swap.manager.available", lambda: None)  # a system that does not say
+    assert SwapManager(0, 2_000_000, streams=SimulatedStreams()).host_budget == 2_000_000
+
+
 def test_a_budget_that_nothing_can_keep() -> None:
     manager = make_manager(0)
     with pytest.warns(UserWarning, match="moving everything that can be moved leaves .* in use"):
@@ -273,6 +284,15 @@ def test_no_pinned_memory_to_be_had(pinnable: int) -> None:
     with pytest.warns(UserWarning, match="no pinned host memory beyond .* stays on the device"):
         PROGRAMS["plain"](manager.step)
     check_bitwise(PROGRAMS["plain"], make_manager(0, SimulatedStreams(pinnable=pinnable)))
+
+
+def test_nothing_large_enough_to_be_moved() -> None:
+    """The largest tensors of the program have 8 KiB."""
+    manager = make_manager(0, min_bytes=1 << 14)
+    with pytest.warns(UserWarning, match=r"no saved tensor can be moved \(of 16,384 bytes or more, min_bytes\)"):
+        PROGRAMS["plain"](manager.step)
+    check_bitwise(PROGRAMS["plain"], make_manager(0, min_bytes=1 << 14))
+    assert manager.counts.moved_out == 0 and manager.stage is Stage.STABLE
 
 
 def test_nothing_to_swap() -> None:

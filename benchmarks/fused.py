@@ -4,8 +4,8 @@
 
 One slice of 4096 tokens at the Llama-8B shape, bf16. `least_us`: the bytes that must be read and written over the rate
 of a large copy on the same GPU. Liger-Kernel where it is installed: its autograd Functions, on tensors laid out as it
-wants them. Device times: twenty calls in a row in a CUDA graph, so that no launch is waited for. `host_us`: what a call
-of the compiled form costs the host, which launches ahead of the device as long as the device is busy.
+wants them. Times are those of the kernels, by torch.profiler. `host_us`: what a call of the compiled form costs the
+host, which launches ahead of the device as long as the device is busy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.attention import milliseconds
 from slimpipe.kernels import cross_entropy, merge, norm, rope, sums, swiglu
 from slimpipe.kernels.fuse import Fused
 
@@ -48,18 +47,16 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def microseconds(work: Callable[[], Any]) -> float:
-    """Of the device, a call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and takes what memory it needs
-        for _ in range(3):
-            work()
+    """Of the device, a call: its kernels' times, whatever lies between them."""
+    for _ in range(3):  # compiles
+        work()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(IN_A_ROW):
             work()
-    return 1e3 * milliseconds(graph.replay) / IN_A_ROW
+        torch.cuda.synchronize()
+    kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    return sum(event.self_device_time_total for event in kernels) / IN_A_ROW
 
 
 def host_microseconds(work: Callable[[], Any]) -> float:
@@ -176,10 +173,10 @@ def _liger_function(name: str) -> Any:
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written, of a copy of a gigabyte."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    """Bytes a second, read and written, of a kernel that copies a gigabyte."""
+    source = torch.zeros(2**28, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (1e-6 * microseconds(lambda: target.copy_(source)))
+    return 2 * source.nbytes / (1e-6 * microseconds(lambda: torch.add(source, 1, out=target)))
 
 
 def measure(operation: Operation, rate: float) -> dict[str, Any]:

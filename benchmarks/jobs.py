@@ -35,6 +35,7 @@ GRACE = 45.0
 STANDS = 25.0
 """Seconds before its limit at which a case's ranks print their stacks: the job's first case starts later than its
 limit does."""
+CRASHED = "Fatal Python error"
 Case = dict[str, Any]
 Measure = Callable[[Config, Case, Processes], dict[str, Any] | None]
 """Carries out one case on one rank, in a process group of its own; rank 0's is the row."""
@@ -79,7 +80,8 @@ def run(
                 finally:
                     _end(job)
             said = errors.read_text(encoding="utf-8", errors="replace")
-            print(said[-24000 if late else -4000 :], file=sys.stderr, flush=True)
+            # A rank that crashed has told its stack before torchrun told at length of the others.
+            print(said[-24000 if late or CRASHED in said else -4000 :], file=sys.stderr, flush=True)
             if left:
                 yield left.pop(0)[0], {"failed": f"stopped after {limit:.0f} s" if late else _reason(said)}
 
@@ -125,7 +127,8 @@ def _reason(said: str) -> str:
     # The last line of a traceback, not a line of code in it.
     named = [line for line in lines if re.match(r"[\w.]+Error\b", line) and "ChildFailedError" not in line]
     memory = [line for line in named if "OutOfMemory" in line or "out of memory" in line]
-    return (memory or named or ["no row and no error"])[0][:240]
+    crashed = [line.strip() for line in said.splitlines() if CRASHED in line]
+    return (memory or named or crashed or ["no row and no error"])[0][:240]
 
 
 def work(file: Path, config_of: Callable[[Case], Config], measure: Measure) -> None:

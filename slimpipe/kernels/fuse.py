@@ -54,7 +54,8 @@ def _has_triton() -> bool:
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:
-    """Decorator. The function must be pure, its first argument a tensor (or a list of them)."""
+    """Decorator. The function's first argument is a tensor (or a list of them); it has no effects but on tensors that
+    it is given to fill."""
     return Fused(function)
 
 

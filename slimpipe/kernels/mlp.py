@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.norm import rms_norm_backward, rms_norm_forward
 from slimpipe.kernels.swiglu import swiglu_backward, swiglu_forward
@@ -30,6 +31,7 @@ class _NormSwiGLU(torch.autograd.Function):
         return swiglu_forward(y @ gate_up.T) @ down.T
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, gate_up, down = ctx.saved_tensors
         y, rstd = rms_norm_forward(x, norm_weight, ctx.eps)

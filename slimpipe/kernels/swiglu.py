@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.fuse import fused, upcast
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient
@@ -25,8 +26,13 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 def swiglu_backward(g: Tensor, gate_up: Tensor) -> Tensor:
     """g [.., I] -> gradient of gate_up [.., 2 I]."""
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-    swiglu_backward_into(g.flatten(0, -2), gate_up.flatten(0, -2), *out.flatten(0, -2).chunk(2, -1))
+    swiglu_backward_into(_rows(g), _rows(gate_up), *_rows(out).chunk(2, -1))
     return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[.., k] -> [t, k], one row for a single vector."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 @fused
@@ -52,6 +58,7 @@ class _SwiGLULinear(torch.autograd.Function):
         return product @ weight.T
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weight, product = ctx.saved_tensors
         if product is None:

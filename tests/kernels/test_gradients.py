@@ -66,6 +66,7 @@ PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
     ),
     "swiglu, kept": (lambda x, w: swiglu_linear(x, w, False), plain_swiglu, [noise(2, 3, 12), noise(4, 6)]),
     "swiglu, made again": (lambda x, w: swiglu_linear(x, w, True), plain_swiglu, [noise(2, 3, 12), noise(4, 6)]),
+    "swiglu of one token": (lambda x, w: swiglu_linear(x, w, True), plain_swiglu, [noise(12), noise(4, 6)]),
     "norm and swiglu": (
         lambda x, n, u, d: norm_swiglu(x, n, u, d, EPS),
         lambda x, n, u, d: plain_swiglu(plain_norm(x, n) @ u.T, d),
@@ -85,6 +86,17 @@ def test_value_and_gradients_are_autograds(name: str) -> None:
     g = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(found, inputs, g), torch.autograd.grad(expected, inputs, g), strict=True):
         assert float((a - b).norm() / b.norm()) <= (1e-6 if name == "rope" else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["swiglu, kept", "swiglu, made again", "norm and swiglu"])
+def test_gradients_of_gradients_are_refused(name: str) -> None:
+    """They would lack what goes through weights; first gradients come with `create_graph` too."""
+    ours, _, inputs = PAIRS[name]
+    (expected,) = torch.autograd.grad(ours(*inputs).square().sum(), inputs[:1])
+    (first,) = torch.autograd.grad(ours(*inputs).square().sum(), inputs[:1], create_graph=True)
+    assert torch.equal(first, expected)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_embedding_and_its_shards() -> None:

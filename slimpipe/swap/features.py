@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class Matcher:
     3. the same feature, up to `window` places ahead.
 
     Sizes are the weakest sign: two experts have as many tokens by chance. None of these: the feature is an insertion,
-    has no number, and the place stays. `packed_at[i]`: operator at which `expected[i]` is due; empty: no clock.
+    has no number, and the place stays. `packed_at[i]`: operator at which `expected[i]` is due, never falling; empty: no
+    clock.
     """
 
     expected: Sequence[Feature]
@@ -66,13 +68,14 @@ class Matcher:
         return number
 
     def _number(self, feature: Feature, operator: int) -> int | None:
-        end = min(self.place + self.window, len(self.expected))
-        candidates = [i for i in range(self.place, end) if alike(self.expected[i], feature)]
+        first, end = self.place, min(self.place + self.window, len(self.expected))
         if self.packed_at:
             now = operator - self.drift
-            due = [(abs(self.packed_at[i] - now), self.expected[i] != feature, i) for i in candidates]
-            if due and min(due)[0] <= SLACK:
-                return min(due)[2]
-        if candidates and candidates[0] == self.place:
-            return self.place
-        return next((i for i in candidates if self.expected[i] == feature), None)
+            begin = bisect_left(self.packed_at, now - SLACK, first, end)
+            near = range(begin, bisect_right(self.packed_at, now + SLACK, begin, end))
+            due = [i for i in near if alike(self.expected[i], feature)]
+            if due:
+                return min(due, key=lambda i: (abs(self.packed_at[i] - now), self.expected[i] != feature))
+        if first < end and alike(self.expected[first], feature):
+            return first
+        return next((i for i in range(first, end) if self.expected[i] == feature), None)

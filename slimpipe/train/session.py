@@ -42,7 +42,7 @@ from slimpipe.train.state import live_state, real_rows
 from slimpipe.train.step_memory import bytes_to_reserve, footprint, warm_up_and_reserve
 from slimpipe.train.step_metrics import StepMetrics
 from slimpipe.train.step_rows import StepRows
-from slimpipe.train.swapping import make_slot_streams, make_swaps, plan_swaps
+from slimpipe.train.swapping import make_slot_streams, make_swaps, moving_anywhere, plan_swaps
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -142,6 +142,7 @@ class Session:
             keep = config.pipeline.exchange_keep == "kv"
             loans = Loans(self.exchange, self.rank, between, backend, self.clock, keep)
         weights = [shard.weight for shard in self.shards.values()]
+        self.moving = moving_anywhere(config, self.planned, self.carrier.memory, self.gather)
         self.swaps = make_swaps(config, self.planned, self.rank, self.stages, weights, self.device, self.clock, streams)
         self.slot_streams = make_slot_streams(config, self.planned, self.rank, self.device, self.clock, streams)
         self.engine = Engine(

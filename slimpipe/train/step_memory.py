@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,12 @@ def warm_up_and_reserve(session: Session) -> tuple[int, tuple[int, ...]]:
     """
     config, engine, device = session.config, session.engine, session.device
     together = partial(_on_this_machine, session)
-    with pinning_slots(config, session.planned, session.rank, device, together):
+    # What other ranks' plans move counts too: `together` is collective.
+    pinning = pinning_slots(config, session.planned, session.rank, device, together)
+    with pinning if session.moving.keys else nullcontext():
         unit_bytes = warm_up(engine, config.train.micro_batch, config.model.hidden_size, session.dtype, device)
     swap_bytes: tuple[int, ...] = ()
-    if session.planned.swap is not None and any(session.planned.swap.trips):
+    if session.moving.units:
         swap_bytes = pin_host_memory(config, engine, session.rank, device, together)
     session.gradient_buffer.zero()
     if device.type == "cuda":

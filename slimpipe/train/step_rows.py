@@ -35,8 +35,8 @@ class StepRows:
         if session.exchange is not None:
             kinds += ["exchange B", "exchange F"]
         # On a rank that moves nothing too: all ranks' rows are as long.
-        kinds += ["R", "V"] if session.planned.swap is not None else []
-        kinds += ["KV"] if session.planned.kv is not None else []
+        kinds += ["R", "V"] if session.moving.units else []
+        kinds += ["KV"] if session.moving.keys else []
         waited = [time.waits.get(kind, 0.0) / time.total for kind in kinds]
         mine = [time.total, time.idle_share, peak_memory(session), *waited]
         exchanged, swapped = _exchanged(session, time), _swapped(session, time)
@@ -81,7 +81,7 @@ def _exchanged(session: Session, time: StepTime) -> list[float]:
 
 def _swapped(session: Session, time: StepTime) -> list[float]:
     """This rank's swaps of a step, for `SwapMetrics.of`; nothing where nothing is to move on any rank."""
-    if not session.planned.moves:
+    if not any(session.moving):
         return []
     units, keys = session.swaps, session.slot_streams
     moved = [0, 0, 0] if units is None else [units.moved_out, units.moved_in, units.kept]

@@ -2,7 +2,7 @@
 (docs/pipeline_swap.md).
 
 Every rank makes the same plan, where devices have equal memory; where they have not, each keeps to its own: swaps bind
-no ranks together.
+no ranks together. What is collective beside them goes by `Moving`, on which all agree.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,6 +190,26 @@ def in_seconds(
     )
 
 
+class Moving(NamedTuple):
+    """Whether activations, and whether keys and values, may go to the host by any rank's plan: the same on all."""
+
+    units: bool
+    keys: bool
+
+
+def moving_anywhere(
+    config: Config, planned: Planned, memory: torch.device, gather: Callable[[Tensor], Tensor]
+) -> Moving:
+    """Of all ranks' plans, of which this one's is `planned`. Collective where the settings ask for swaps at all.
+
+    `gather`: every rank's row, from and to `memory`."""
+    if config.memory.swap == "off" and config.memory.kv_swap != "on":
+        return Moving(False, False)
+    row = torch.tensor([planned.swap is not None, planned.kv is not None], dtype=torch.float64, device=memory)
+    units, keys = gather(row).amax(0).tolist()
+    return Moving(bool(units), bool(keys))
+
+
 def make_swaps(
     config: Config,
     planned: Planned,
@@ -249,9 +269,6 @@ def pinning_slots(
 ) -> Iterator[None]:
     """Around the warm-up, which takes the host memory of keys and values that stream. Collective, with `together` as
     for `pin_host_memory`; raises ValueError where it is not to be had."""
-    if planned.kv is None:
-        yield
-        return
     need = planned.kv_bytes(rank)
     had, wanted = available() if device.type == "cuda" else None, together(need)
     try:

@@ -19,7 +19,7 @@ from slimpipe.swap.streams import Event
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
-from slimpipe.train.swapping import pinning_slots, plan_swaps
+from slimpipe.train.swapping import MARGIN, pinning_slots, plan_swaps
 from tests.numerics.harness import batch_of, case, config_of, copies
 from tests.numerics.test_swap import numbers
 from tests.support.cover import Case
@@ -213,6 +213,30 @@ def test_auto_streams_where_activations_are_not_enough() -> None:
     assert Forecast(config_of(LONG), one, CPU).memory[second].total <= between
     off = plan_swaps(auto(between / GIB, kv_swap="off"), plan, CPU)
     assert off.kv is None and off.swap is not None and not off.swap.fits
+
+
+def step_on_unlike_devices(rank: int, world: int, sizes: tuple[int, int]) -> tuple[dict[str, Any], Any]:
+    """What this rank's own plan moves, and a step's waits and swaps."""
+    with mock.patch.object(Forecast, "device_bytes", property(lambda self: sizes[rank])):
+        session = Session(config_of(LONG, memory={"recompute": LONG.recompute, "swap": "auto"}))
+    metrics = session.train_step(*batch_of(LONG))
+    moved = {"units": session.swaps is not None, "keys": session.slot_streams is not None}
+    return moved, (metrics.loss, metrics.waits, metrics.swap)
+
+
+@pytest.mark.parametrize("small", [0, 1])
+def test_devices_of_unlike_memory(small: int, pool: Callable[[int], Pool]) -> None:
+    """A rank whose device has room for all still takes part in what is collective for those that move."""
+    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0})
+    reached = Forecast(config, plan_swaps(config, make_plan(config_of(LONG)), CPU), CPU).memory
+    sizes = [GIB, GIB]
+    sizes[small] = round(min(found.total for found in reached) * 0.97 / (1 - MARGIN))
+    reports = pool(2).run(step_on_unlike_devices, tuple(sizes))
+    assert [moved["keys"] for moved, _ in reports] == [rank == small for rank in range(2)]
+    assert not reports[1 - small][0]["units"]
+    assert reports[0][1] == reports[1][1]
+    swap = reports[0][1][2]
+    assert [bytes > 0 for bytes in swap.kv_out_bytes] == [rank == small for rank in range(2)]
 
 
 def test_auto_is_nothing_without_a_budget() -> None:

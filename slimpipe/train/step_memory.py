@@ -46,7 +46,9 @@ def warm_up_and_reserve(session: Session) -> tuple[int, tuple[int, ...]]:
     together = partial(_on_this_machine, session)
     # What other ranks' plans move counts too: `together` is collective.
     pinning = pinning_slots(config, session.planned, session.rank, device, together)
-    with pinning if session.moving.keys else nullcontext():
+    # It draws random numbers, and more of them with swaps: the run's are its own.
+    untouched = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with untouched, pinning if session.moving.keys else nullcontext():
         unit_bytes = warm_up(engine, config.train.micro_batch, config.model.hidden_size, session.dtype, device)
     swap_bytes: tuple[int, ...] = ()
     if session.moving.units:

@@ -137,6 +137,17 @@ def test_blocks_without_attention_are_met_too(pool: Callable[[int], Pool]) -> No
         assert later.compiled == [] and set(later.attention) <= set(warm.attention)
 
 
+@pytest.mark.parametrize("memory", [{}, {"swap": 1.0, "kv_swap": "on"}], ids=["plain", "swap"])
+def test_it_leaves_random_numbers_and_gradients_alone(memory: dict[str, Any]) -> None:
+    """Else swaps, for which it runs more, would change what a model with dropout drops."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    session = Session(config_of(case(n=4, m=2), memory=memory))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all((gradient == 0).all() for gradient in session.gradients().values())
+    assert all(parameter.grad is None for parameter in session.parameters.values())
+
+
 def buffers_in_turn(rank: int, world: int, case: Case) -> list[dict[str, tuple[int, int]]]:
     """Address and bytes of the exchange's buffers behind the warm-up, two steps, and two evaluations."""
     session = Session(config_of(case))

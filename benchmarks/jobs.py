@@ -6,6 +6,7 @@ are left go on in a new job.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -32,9 +33,8 @@ from slimpipe.runtime.carrier import Carrier
 
 GRACE = 45.0
 """Seconds for torchrun to end its ranks; it gives them 30."""
-STANDS = 25.0
-"""Seconds before its limit at which a case's ranks print their stacks: the job's first case starts later than its
-limit does."""
+TELLING = 2.0
+"""Seconds for the ranks of a case that is late to print their stacks."""
 CRASHED = "Fatal Python error"
 Case = dict[str, Any]
 Measure = Callable[[Config, Case, Processes], dict[str, Any] | None]
@@ -56,7 +56,7 @@ def run(
     while left:
         with tempfile.TemporaryDirectory() as folder:
             file, errors = Path(folder) / "cases.json", Path(folder) / "errors"
-            file.write_text(json.dumps({"limit": limit, "cases": left}), encoding="utf-8")
+            file.write_text(json.dumps({"cases": left}), encoding="utf-8")
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
             with errors.open("w", encoding="utf-8") as sink:
                 job = subprocess.Popen(
@@ -68,11 +68,15 @@ def run(
                     env={**os.environ, **(environment or {})},
                 )
                 late = False
+                pids: list[int] = []
                 try:
                     for line in _lines(job, limit):
                         if line is None:
                             late = True
+                            _ask_for_stacks(pids)
                             break
+                        if line.startswith("PID "):
+                            pids.append(int(line.removeprefix("PID ")))
                         if line.startswith("PROFILE"):
                             print(line, flush=True)
                         if line.startswith("ROW "):
@@ -84,6 +88,22 @@ def run(
             print(said[-24000 if late or CRASHED in said else -4000 :], file=sys.stderr, flush=True)
             if left:
                 yield left.pop(0)[0], {"failed": f"stopped after {limit:.0f} s" if late else _reason(said)}
+
+
+def tell_stacks_when_asked() -> None:
+    """In a rank: at a crash too."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    print(f"PID {os.getpid()}", flush=True)
+
+
+def _ask_for_stacks(pids: list[int]) -> None:
+    """Of ranks that are stopped next. Not by `faulthandler.dump_traceback_later`: that reads the frames of a process
+    that runs on, which has ended one (docs/log.md, 2026-11-30)."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(TELLING)
 
 
 def _end(job: subprocess.Popen[str]) -> None:
@@ -133,13 +153,11 @@ def _reason(said: str) -> str:
 
 def work(file: Path, config_of: Callable[[Case], Config], measure: Measure) -> None:
     """One rank, under torchrun: every case of the file, each in a process group of its own."""
-    faulthandler.enable()
+    tell_stacks_when_asked()
     given = json.loads(file.read_text(encoding="utf-8"))
     cases: list[tuple[str, Case]] = given["cases"]
     store, rank, world = next(dist.rendezvous("env://"))
     for index, (name, case) in enumerate(cases):
-        # A case about to be stopped says where its ranks stand.
-        faulthandler.dump_traceback_later(max(5.0, given["limit"] - STANDS))
         config = config_of(case)
         prepare_process(config)
         carrier: Carrier = pick_carrier(config, int(os.environ["LOCAL_RANK"]))
@@ -153,7 +171,6 @@ def work(file: Path, config_of: Callable[[Case], Config], measure: Measure) -> N
             print(f"case {name} done", file=sys.stderr, flush=True)
             print("ROW " + json.dumps(row), flush=True)
         dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
         gc.collect()
         if carrier.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -30,14 +30,25 @@ from slimpipe.swap.arena import PinnedArenas
 from slimpipe.swap.streams import Event, Streams
 
 ARENA_BYTES: Final = 1 << 30
+PIECE_BYTES: Final = 1 << 26
+"""Host memory is taken in pieces of no more: slots of any size then fill arenas. Copying one takes over a millisecond,
+starting that some microseconds."""
 
 
 class KVHostMemoryError(ValueError):
     """There is not as much pinned memory as keys, values and their gradients need."""
 
 
-Parts = tuple[Tensor, ...]
-"""Of one slot on the host: uint8, the rows of K (or dK) and then those of V (or dV)."""
+class Piece(NamedTuple):
+    """Part of one slot on the host, uint8. `which`: 0 of K (or dK), 1 of V (or dV); `begin`: its place in that room."""
+
+    which: int
+    begin: int
+    memory: Tensor
+
+
+Pieces = Sequence[Sequence[Piece]]
+"""By slot."""
 
 
 class Visit(NamedTuple):
@@ -92,8 +103,8 @@ class StreamedSlots(LayerSlots):
     def __init__(self, slots: int, slice_tokens: int, accumulate: bool, layer: int, streams: SlotStreams) -> None:
         super().__init__(slots, slice_tokens, accumulate)
         self.layer, self._streams = layer, streams
-        self.host_keys: list[Parts] = []
-        self.host_gradients: list[Parts] = []
+        self.host_keys: Pieces = ()
+        self.host_gradients: Pieces = ()
         self.keys_written: list[Event] = []
         """The last copy out."""
         self.gradients_written: list[Event] = []
@@ -215,11 +226,9 @@ class SlotStreams:
         place = current.visit.place
         moves = slot_moves(place.slot, place.past, current.visit.backward, place.last)
         if moves.keys_out:
-            slots.keys_written = self._copy_out(slots, current.keys, slots.host_keys, moves.keys_out)
+            slots.keys_written = self._copy_out(current.keys, slots.host_keys, moves.keys_out)
         if moves.gradients_out and current.gradients is not None:
-            slots.gradients_written = self._copy_out(
-                slots, current.gradients, slots.host_gradients, moves.gradients_out
-            )
+            slots.gradients_written = self._copy_out(current.gradients, slots.host_gradients, moves.gradients_out)
         self._open = self._current = None
 
     def _fetch(self, visit: Visit, running: Visit | None) -> _Fetched:
@@ -232,54 +241,37 @@ class SlotStreams:
             before = slot_moves(running.place.slot, running.place.past, running.backward, running.place.last)
             late = _both(moves.keys_in, before.keys_out), _both(moves.gradients_in, before.gradients_out)
         keys = self._keys.next()
-        events = self._copy_in(slots, keys, slots.host_keys, _less(moves.keys_in, late[0]), slots.keys_written)
+        events = self._copy_in(keys, slots.host_keys, _less(moves.keys_in, late[0]), slots.keys_written)
         gradients = None
         if visit.backward and slots.accumulates:
             gradients = self._gradients.next()
             now = _less(moves.gradients_in, late[1])
-            events += self._copy_in(slots, gradients, slots.host_gradients, now, slots.gradients_written)
+            events += self._copy_in(gradients, slots.host_gradients, now, slots.gradients_written)
         return _Fetched(visit, keys, gradients, events, late)
 
     def _fetch_late(self, slots: StreamedSlots, found: _Fetched) -> None:
         keys, gradients = found.late
         if keys:
-            found.events += self._copy_in(slots, found.keys, slots.host_keys, keys, slots.keys_written)
+            found.events += self._copy_in(found.keys, slots.host_keys, keys, slots.keys_written)
         if gradients and found.gradients is not None:
-            found.events += self._copy_in(
-                slots, found.gradients, slots.host_gradients, gradients, slots.gradients_written
-            )
+            found.events += self._copy_in(found.gradients, slots.host_gradients, gradients, slots.gradients_written)
 
     # Copies
 
-    def _copy_in(
-        self, slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges, written: list[Event]
-    ) -> list[Event]:
+    def _copy_in(self, room: _Room, host: Pieces, ranges: Ranges, written: list[Event]) -> list[Event]:
         """What compute waits for before it uses the room: also where nothing is copied."""
-        pairs = [(part, place) for place, part in self._pieces(slots, room, host, ranges)]
+        pairs = [(part, place) for place, part in _pairs(room, host, ranges)]
         if pairs:
             # What was in the room may be on its way out; what is copied here may be on its way to the host.
             room.after = [self.streams.copies(pairs, True, [*room.after, *written])]
             self.moved_in += sum(part.nbytes for part, _ in pairs)
         return list(room.after)
 
-    def _copy_out(self, slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges) -> list[Event]:
-        pairs = list(self._pieces(slots, room, host, ranges))
+    def _copy_out(self, room: _Room, host: Pieces, ranges: Ranges) -> list[Event]:
+        pairs = list(_pairs(room, host, ranges))
         room.after = [self.streams.copies(pairs, False, [])]
         self.moved_out += sum(part.nbytes for _, part in pairs)
         return list(room.after)
-
-    @staticmethod
-    def _pieces(
-        slots: StreamedSlots, room: _Room, host: Sequence[Parts], ranges: Ranges
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes on the device, bytes on the host), contiguous on both sides: each row of a slot of both tensors."""
-        for start, stop in ranges:
-            for slot in range(start, stop):
-                rows = len(host[slot]) // 2
-                for number, part in enumerate(host[slot]):
-                    which, row = divmod(number, rows)
-                    begin = (row * slots.slots + slot) * part.numel()
-                    yield room.pair[which][begin : begin + part.numel()], part
 
     def _wait(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -313,13 +305,32 @@ class SlotStreams:
             kind.rooms.clear()  # before there is other memory in its place
             kind.rooms += [_Room((self.streams.empty(nbytes), self.streams.empty(nbytes))) for _ in range(BUFFERS)]
 
-    def _pinned(self, count: int, nbytes: int, rows: int) -> list[Parts]:
+    def _pinned(self, count: int, nbytes: int, rows: int) -> Pieces:
         """So many slots of two tensors, each of `nbytes` bytes in so many rows."""
-        found = [self.arenas.take(2 * nbytes) for _ in range(count)]
-        if None in found:
+        row = nbytes // rows
+        return [
+            [
+                Piece(which, (number * count + slot) * row + begin, self._taken(min(PIECE_BYTES, row - begin)))
+                for which in range(2)
+                for number in range(rows)
+                for begin in range(0, row, PIECE_BYTES)
+            ]
+            for slot in range(count)
+        ]
+
+    def _taken(self, nbytes: int) -> Tensor:
+        found = self.arenas.take(nbytes)
+        if found is None:
             reason = self.arenas.refusal or f"at most {self.arenas.budget:,} bytes may be pinned"
-            raise KVHostMemoryError(f"{2 * nbytes:,} bytes found no place in pinned host memory: {reason}")
-        return [slot.memory.chunk(2 * rows) for slot in found if slot is not None]
+            raise KVHostMemoryError(f"{nbytes:,} bytes found no place in pinned host memory: {reason}")
+        return found.memory
+
+
+def _pairs(room: _Room, host: Pieces, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor]]:
+    """(bytes on the device, bytes on the host) of these slots, contiguous on both sides."""
+    for start, stop in ranges:
+        for piece in (piece for slot in host[start:stop] for piece in slot):
+            yield room.pair[piece.which][piece.begin : piece.begin + piece.memory.numel()], piece.memory
 
 
 def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -124,9 +124,9 @@ Waits = tuple[list[Event], list[Event]]
 def _copies_in_without(what: Callable[[Any, list[Event]], Waits]) -> AbstractContextManager[Any]:
     original = SlotStreams._copy_in
 
-    def copy_in(self: Any, slots: Any, room: Any, host: Any, ranges: Any, written: list[Event]) -> list[Event]:
+    def copy_in(self: Any, room: Any, host: Any, ranges: Any, written: list[Event]) -> list[Event]:
         room.after, written = what(room, written)
-        return original(self, slots, room, host, ranges, written)
+        return original(self, room, host, ranges, written)
 
     return mock.patch.object(SlotStreams, "_copy_in", copy_in)
 
@@ -271,6 +271,31 @@ def test_nothing_grows_from_step_to_step() -> None:
         seen.append((keys.arenas.pinned, keys.arenas.in_use, streams.memory_in_use(), streams.under_way()))
     assert seen[1:] == seen[:-1]
     assert seen[0][2] == keys.device_bytes
+
+
+def test_slots_of_any_size_fill_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is pinned is what was said, up to an arena, and a budget of just that suffices."""
+    monkeypatch.setattr(kv_streaming, "PIECE_BYTES", 1 << 12)
+    k = torch.zeros(2, 10, 1, 512)
+    need = 3 * 5 * 2 * 2 * k.nbytes  # layers, slots, K and V, their gradients: no power of two divides an arena so
+    for budget in (None, need):
+        streams = SlotStreams(SimulatedStreams(), 5, budget, nullcontext, arena_bytes=1 << 16)
+        for layer in range(3):
+            streams.make(5, 10, True, layer)._allocate(k, k)
+        assert streams.arenas.in_use == need
+        assert streams.arenas.pinned < need + (1 << 16)
+
+
+def test_slots_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That divide no row."""
+    layout = case(n=4, m=2, micro_batch=2)
+    expected = numbers(Session(config_of(layout)), layout)
+    monkeypatch.setattr(kv_streaming, "PIECE_BYTES", 384)
+    session = Session(with_keys(layout), streams=SimulatedStreams(order="late"))
+    assert all(torch.equal(*pair) for pair in zip(numbers(session, layout), expected, strict=True))
+    keys, kv = session.slot_streams, session.planned.kv
+    assert keys is not None and kv is not None
+    assert (keys.moved_out, keys.moved_in) == kv.moved(session.plan, 0, session.engine.slots)
 
 
 def test_no_pinned_memory_to_be_had() -> None:

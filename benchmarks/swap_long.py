@@ -163,9 +163,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    command = f"python -m benchmarks.swap_long --steps {arguments.steps}"
     for kind in ("dense", "experts"):
         row = run(kind, arguments.steps)
-        record.append(arguments.output, row | record.circumstances("python -m benchmarks.swap_long"))
+        record.append(arguments.output, row | record.circumstances(command))
         print(row, flush=True)
 
 

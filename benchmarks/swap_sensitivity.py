@@ -43,7 +43,7 @@ BUDGETS = {"experts": BUDGET, "varied": 2 * BUDGET}
 
 
 class Varied(nn.Module):
-    """Eight residual layers of four widths; `smooth` takes another activation function: as many operators, one in each layer another."""
+    """Eight residual layers of four widths; `smooth` takes another activation function, of as many operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ part() {
       "$python" setup.py build_ext --inplace ;;
     tests) # 10: every GPU test, over one and two GPUs
       "$python" -m pytest -q -s tests/gpu ;;
-    swap) # 6, one GPU: the manager in a plain loop, its peers, and what it costs where nothing moves
+    swap) # 8, one GPU: the manager in a plain loop, its peers, and what it costs where nothing moves
       "$python" -m benchmarks.swap ;;
     pipeline-swap) # 4: activations, keys and values in host memory at 64K
       "$python" -m benchmarks.pipeline --steps 3 --only 64k-n16-vocab 64k-n16-swap-0.8 64k-n16-swap-auto 64k-n16-kv ;;

@@ -27,6 +27,7 @@ from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
 from slimpipe.schedule.kv_slots import Ranges
 from slimpipe.schedule.kv_stream import BUFFERS, slot_moves
 from slimpipe.swap.arena import PinnedArenas
+from slimpipe.swap.geometry import ALIGNMENT
 from slimpipe.swap.streams import Event, Streams
 
 ARENA_BYTES: Final = 1 << 30
@@ -148,7 +149,7 @@ class SlotStreams:
     ) -> None:
         budget = 1 << 62 if host_budget is None else host_budget
         self.streams, self.arenas = streams, PinnedArenas(streams.host_memory, streams.done, budget, arena_bytes)
-        self._capacity, self._waiting = capacity, waiting
+        self._capacity, self._waiting, self._host_budget = capacity, waiting, host_budget
         self._slots: dict[int, StreamedSlots] = {}
         self._keys, self._gradients = _Kind(), _Kind()
         self._expected: Sequence[Visit] = ()
@@ -285,6 +286,7 @@ class SlotStreams:
         slots.like = k.new_empty((k.shape[0], 0, *k.shape[2:]))
         numbers = k.shape[0] * slots.slice_tokens * k[0, 0].numel()
         keys, gradients = numbers * k.element_size(), numbers * wide(k.dtype).itemsize
+        self._limit(slots.slots * (keys + (gradients if slots.accumulates else 0)) * 2)
         slots.host_keys = self._pinned(slots.slots, keys, k.shape[0])
         if slots.accumulates:
             slots.host_gradients = self._pinned(slots.slots, gradients, k.shape[0])
@@ -305,25 +307,39 @@ class SlotStreams:
             kind.rooms.clear()  # before there is other memory in its place
             kind.rooms += [_Room((self.streams.empty(nbytes), self.streams.empty(nbytes))) for _ in range(BUFFERS)]
 
+    def _limit(self, nbytes: int) -> None:
+        """Of a budget no more is pinned than these bytes need: what is left of it is others'."""
+        if self._host_budget is not None:
+            free = self.arenas.pinned - self.arenas.in_use
+            self.arenas.budget = min(self._host_budget, self.arenas.pinned + max(0, nbytes - free))
+
     def _pinned(self, count: int, nbytes: int, rows: int) -> Pieces:
         """So many slots of two tensors, each of `nbytes` bytes in so many rows."""
         row = nbytes // rows
-        return [
-            [
-                Piece(which, (number * count + slot) * row + begin, self._taken(min(PIECE_BYTES, row - begin)))
-                for which in range(2)
-                for number in range(rows)
-                for begin in range(0, row, PIECE_BYTES)
-            ]
-            for slot in range(count)
-        ]
 
-    def _taken(self, nbytes: int) -> Tensor:
+        def pieces(slot: int) -> Iterator[Piece]:
+            for which in range(2):
+                for number in range(rows):
+                    begin = (number * count + slot) * row
+                    for size in (min(PIECE_BYTES, row - done) for done in range(0, row, PIECE_BYTES)):
+                        for memory in self._taken(size):
+                            yield Piece(which, begin, memory)
+                            begin += memory.numel()
+
+        return [list(pieces(slot)) for slot in range(count)]
+
+    def _taken(self, nbytes: int) -> Iterator[Tensor]:
+        """In one, or where that finds no place in what is left of the budget, in smaller ones."""
         found = self.arenas.take(nbytes)
-        if found is None:
+        if found is not None:
+            yield found.memory
+            return
+        half = nbytes // 2 // ALIGNMENT * ALIGNMENT
+        if not half or self.arenas.refusal is not None:
             reason = self.arenas.refusal or f"at most {self.arenas.budget:,} bytes may be pinned"
             raise KVHostMemoryError(f"{nbytes:,} bytes found no place in pinned host memory: {reason}")
-        return found.memory
+        yield from self._taken(half)
+        yield from self._taken(nbytes - half)
 
 
 def _pairs(room: _Room, host: Pieces, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor]]:

@@ -165,9 +165,11 @@ def _refuse_budgets(config: Config, planned: Planned, forecast: Forecast) -> Non
             keys, units = planned.kv_bytes(rank), config.memory.swap
             settings = [f"memory.swap = {units}"] if need > keys else []
             settings += [f"memory.kv_swap = {config.memory.kv_swap}"] if keys else []
+            ways = ["move less (a smaller share, or more memory.recompute)"] if need > keys else []
+            ways += ["set memory.kv_swap: off"] if keys else []
             problem = (
                 f"memory.host_budget_gib = {budget}: rank {rank} needs {need / GIB:.3g} GiB of host memory for "
-                f"{' and '.join(settings)}; raise it, or move less (a smaller share, or more memory.recompute)"
+                f"{' and '.join(settings)}; raise it, or {', or '.join(ways)}"
             )
             raise ConfigError([problem])
 
@@ -225,13 +227,12 @@ def make_swaps(
     if planned.swap is None or not planned.swap.trips[rank]:
         return None
     modules = [part for stage in stages for part in (stage.embedding, *stage.blocks, stage.head) if part is not None]
-    budget = _host_budget(config)
     return UnitSwaps(
         streams or make_streams(device),
         modules,
         weights,
         least_bytes(device),
-        None if budget is None else budget - planned.kv_bytes(rank),
+        _host_budget(config),
         lambda inward: clock.waiting("R" if inward else "V"),
         _arena_bytes(device),
     )
@@ -295,6 +296,9 @@ def pin_host_memory(
     have looked at what there is before the first takes its own. Raises ValueError, naming the key, where it is not to
     be had.
     """
+    if engine.swaps is not None and engine.slot_streams is not None:
+        # One budget for both: keys and values have theirs.
+        engine.swaps.arenas.budget -= engine.slot_streams.arenas.pinned
     dtype = DTYPES[config.train.dtype]
     need = host_need(engine, config.train.micro_batch, config.model.hidden_size, dtype, device)
     try:

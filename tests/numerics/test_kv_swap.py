@@ -275,7 +275,7 @@ def test_nothing_grows_from_step_to_step() -> None:
 
 def test_slots_of_any_size_fill_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is pinned is what was said, up to an arena, and a budget of just that suffices."""
-    monkeypatch.setattr(kv_streaming, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(kv_streaming, "PIECE_BYTES", 3 << 10)
     k = torch.zeros(2, 10, 1, 512)
     need = 3 * 5 * 2 * 2 * k.nbytes  # layers, slots, K and V, their gradients: no power of two divides an arena so
     for budget in (None, need):
@@ -284,6 +284,19 @@ def test_slots_of_any_size_fill_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
             streams.make(5, 10, True, layer)._allocate(k, k)
         assert streams.arenas.in_use == need
         assert streams.arenas.pinned < need + (1 << 16)
+
+
+@pytest.mark.parametrize("room", [1.2, 1.3, 1.5])
+def test_both_kinds_keep_within_one_budget(room: float) -> None:
+    """Keys and values pin what they need, and leave the rest to units, whose arenas are not all full."""
+    layout = case(n=4, m=2)
+    memory = {"swap": 1.0, "kv_swap": "on"}
+    need = plan_swaps(config_of(layout, memory=memory), make_plan(config_of(layout)), CPU).host_bytes(0)
+    config = config_of(layout, memory=memory | {"host_budget_gib": room * need / GIB})
+    session = Session(config, streams=SimulatedStreams())
+    assert session.swaps is not None and session.slot_streams is not None
+    assert session.slot_streams.arenas.pinned == session.planned.kv_bytes(0)
+    assert need <= session.swaps.arenas.pinned + session.slot_streams.arenas.pinned <= room * need
 
 
 def test_slots_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +332,10 @@ def test_less_host_memory_than_all_ranks_need(monkeypatch: pytest.MonkeyPatch) -
 def test_host_budget_that_does_not_suffice() -> None:
     layout = case(n=4, m=2)
     config = config_of(layout, memory={"kv_swap": "on", "host_budget_gib": 1e-6})
-    with pytest.raises(ConfigError, match=r"memory\.host_budget_gib = 1e-06: rank 0 needs .* for memory\.kv_swap = on"):
+    message = (
+        r"memory\.host_budget_gib = 1e-06: rank 0 needs .* for memory\.kv_swap = on; raise it, or set .*kv_swap: off"
+    )
+    with pytest.raises(ConfigError, match=message):
         plan_swaps(config, make_plan(config), CPU)
     config = config_of(layout, memory={"swap": 0.5, "kv_swap": "on", "host_budget_gib": 1e-6})
     with pytest.raises(ConfigError, match=r"for memory\.swap = 0\.5 and memory\.kv_swap = on; raise it, or move less"):

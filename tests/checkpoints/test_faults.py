@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +130,20 @@ def test_a_run_outlives_a_disk_that_takes_no_more(jobs: Jobs, tiny: list[str], t
     assert losses(run) == losses(alone)
     dropped = [json.loads(line)["step"] for line in (run / "metrics.dropped.jsonl").read_text().splitlines()]
     assert dropped == [4, 5, 6, 7]
+
+
+def test_no_thread_is_left_behind_a_finished_run(tmp_path: Path) -> None:
+    """It lets go of what it has written after it has said so. In torch at the interpreter's end, it would end the
+    process with SIGABRT (docs/log.md, 2026-11-30)."""
+
+    class Lingering(dict[str, Part]):
+        def __del__(self) -> None:
+            time.sleep(0.5)
+
+    saver = Saver(tmp_path, Peers(), Keeping(2), 60, Progress())
+    saver.save(Lingering({"model.w": Part.whole(torch.ones(3))}), {}, 1)
+    assert saver.finish() == [f"checkpoint: {folders.place(tmp_path, 1)}"]
+    assert [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"] == []
 
 
 def test_a_checkpoint_is_of_its_own_step_whatever_happens_while_it_is_written(

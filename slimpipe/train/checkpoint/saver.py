@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, NamedTuple
 
 import torch
 
@@ -19,7 +19,14 @@ from slimpipe.train.checkpoint.peers import Peers
 from slimpipe.train.checkpoint.staging import Staging
 from slimpipe.train.checkpoint.write import Note, write
 
-T = TypeVar("T")
+ENDING: Final = 10.0
+"""Seconds for a thread that has written to let go of what it held. One that does so while the interpreter ends, and is
+inside of torch, ends the process with SIGABRT and "terminate called without an active exception"."""
+
+
+class _Writing(NamedTuple):
+    future: Future[list[str]]
+    thread: threading.Thread
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Saver:
         self._run, self._peers, self._keeping = run, peers, keeping
         self._seconds, self._progress, self._records = seconds, progress, records
         self._staging: Staging | None = None
-        self._writing: tuple[Path, Future[list[str]]] | None = None
+        self._writing: tuple[Path, _Writing] | None = None
 
     def go_beside_steps(self, state: State, device: torch.device) -> None:
         """From now on `save` returns once the state may change under `hold`: host memory for a copy of it is taken.
@@ -79,13 +86,14 @@ class Saver:
 
         One that could not be written is told, and `at_the_end` raises CheckpointError.
         """
-        if self._writing is None or not (patiently or at_the_end or self._writing[1].done()):
+        if self._writing is None or not (patiently or at_the_end or self._writing[1].future.done()):
             return []
-        checkpoint, future = self._writing
-        self._wait(checkpoint, future)
+        checkpoint, writing = self._writing
+        self._wait(checkpoint, writing.future)
+        writing.thread.join(ENDING)
         self._writing = None
         try:
-            return [f"checkpoint: {checkpoint}", *future.result()]
+            return [f"checkpoint: {checkpoint}", *writing.future.result()]
         except CheckpointError as error:
             if at_the_end:
                 raise
@@ -122,9 +130,9 @@ class Saver:
         return []
 
 
-def _in_a_thread(do: Callable[[], T]) -> Future[T]:
+def _in_a_thread(do: Callable[[], list[str]]) -> _Writing:
     """What `do` gives or raises. A process that ends does not wait for it: the disk may hang."""
-    future: Future[T] = Future()
+    future: Future[list[str]] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
@@ -135,5 +143,6 @@ def _in_a_thread(do: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+    thread.start()
+    return _Writing(future, thread)

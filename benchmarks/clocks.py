@@ -30,7 +30,7 @@ class Clocks:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         only = [f"--id={visible}"] if visible else []
         command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}"]
-        sink = tempfile.TemporaryFile()  # noqa: SIM115
+        sink = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         self._running = subprocess.Popen([*command, *only], stdout=sink, stderr=subprocess.DEVNULL), sink
 
     def stop(self) -> dict[str, float]:

@@ -117,6 +117,31 @@ CASES: dict[str, dict[str, Any]] = {
         "vocab": True,
         "exchange": "balanced",
     },
+    # Longer slices and two stages a rank: faster kernels, and the bubble of twice as many slices.
+    **{
+        f"{kib}k-n{n}-v{v}-{recompute}-balanced{ending}": {
+            "length": kib * 1024,
+            "m": 4 if kib == 16 else 2,
+            "n": n,
+            "v": v,
+            "recompute": recompute,
+            "vocab": True,
+            "exchange": "balanced",
+            **more,
+        }
+        for kib, n, v, recompute, ending, more in (
+            (64, 8, 2, "none", "", {}),
+            (64, 8, 2, "norms", "", {}),
+            (64, 16, 2, "none", "", {}),
+            (64, 8, 2, "none", "-flash4", {"attention": "flash4"}),
+            (128, 8, 2, "mlp", "", {}),
+            # What does not fit waits in host memory, in place of being made again.
+            (128, 8, 2, "norms", "-swap-auto", {"swap": "auto"}),
+            (128, 8, 2, "norms", "-swap-auto-flash4", {"swap": "auto", "attention": "flash4"}),
+            (16, 4, 2, "none", "", {}),
+            (16, 2, 4, "none", "", {}),
+        )
+    },
     # flash-attn 4, which takes a slice and the past in front of it in one call.
     "64k-n16-flash4": {
         "length": 65536,
@@ -173,6 +198,15 @@ CASES: dict[str, dict[str, Any]] = {
     "128k-n16-mlp-swap-0.8": SWAP | {"length": 131072, "recompute": "mlp", "swap": 0.8},
     "256k-n16-mlp-swap-auto": SWAP | {"length": 262144, "recompute": "mlp", "swap": "auto"},
     "512k-n32-swap-auto": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "all_but_attention", "swap": "auto"},
+    "512k-n32-balanced-swap-auto": SWAP
+    | {
+        "length": 524288,
+        "m": 1,
+        "n": 32,
+        "recompute": "all_but_attention",
+        "exchange": "balanced",
+        "swap": "auto",
+    },
     "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
     "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
     # Keys and values in host memory, by layer: everywhere, and where activations alone do not do it. All ranks together

@@ -90,7 +90,9 @@ class LayerSlots:
         one.
         """
         if place.last:
-            return dk, dv
+            # A part of a longer block's gradient keeps that one's strides, even with a batch of one (where this copies
+            # nothing), and compiled code is for one set of strides.
+            return dk.flatten().view(dk.shape), dv.flatten().view(dv.shape)
         assert self.dk is not None and self.dv is not None
         tokens = slice(*self.positions(place.slot, place.slot + 1))
         return add_rounded(self.dk[:, tokens], dk), add_rounded(self.dv[:, tokens], dv)

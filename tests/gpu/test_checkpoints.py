@@ -79,7 +79,7 @@ def test_a_checkpoint_is_of_its_step_and_a_run_goes_on_from_it(p: int, beside: b
         pytest.skip(f"needs {p} GPUs, here {torch.cuda.device_count()}")
     config = settings(p, 1, 4, vocab=p > 1, deterministic=True)
     out = tempfile.mktemp(dir=tmp_path)
-    context = mp.start_processes(  # type: ignore[no-untyped-call]
+    context = mp.start_processes(
         rank_run, (p, out + ".store", config, tmp_path, beside, out), nprocs=p, join=False, start_method="spawn"
     )
     while not context.join(timeout=170):

@@ -87,7 +87,7 @@ def test_merge_on_the_gpu_equals_the_reference() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_sums_of_parts_are_rounded_once(count: int) -> None:
     parts = [noise(1, 512, 8, 128 * (i + 1))[..., :128] for i in range(count)]
-    total = sum(part.double() for part in parts)
+    total = torch.stack(parts).double().sum(0)
     found = sums.sum_rounded(parts)
     assert found.dtype == torch.bfloat16
     # To the neighbouring number at most where fp32 and fp64 fall on different sides of a tie.

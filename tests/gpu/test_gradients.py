@@ -95,7 +95,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     """Loss, gradients and weights of the whole model, from as many processes as the layout needs."""
     world = config.parallel.pp
     out = tempfile.mktemp(dir=folder)
-    context = mp.start_processes(  # type: ignore[no-untyped-call]
+    context = mp.start_processes(
         rank_gradients, (world, out + ".store", config, out), nprocs=world, join=False, start_method="spawn"
     )
     while not context.join(timeout=170):

@@ -69,9 +69,7 @@ def rank_modes(rank: int, p: int, store: str, out: str) -> None:
 @pytest.mark.parametrize("p", [4, 8])
 def test_longer_pipelines_on_one_gpu(p: int, tmp_path: Path) -> None:
     out = tempfile.mktemp(dir=tmp_path)
-    context = mp.start_processes(  # type: ignore[no-untyped-call]
-        rank_modes, (p, out + ".store", out), nprocs=p, join=False, start_method="spawn"
-    )
+    context = mp.start_processes(rank_modes, (p, out + ".store", out), nprocs=p, join=False, start_method="spawn")
     while not context.join(timeout=150):
         pass
     parts = [torch.load(f"{out}.{rank}") for rank in range(p)]

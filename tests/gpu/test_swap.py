@@ -39,10 +39,10 @@ class Delayed(CudaStreams):
         super().__init__(device)
         self._random = random.Random(0)
 
-    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(self._random.randrange(self.most_cycles))
-        return super()._copy(stream, source, target, after)
+        return super()._copy(stream, pairs, after)
 
 
 class LongDelayed(Delayed):
@@ -222,7 +222,7 @@ def test_the_allocator_lets_go_of_copies_under_way() -> None:
         assert holder.drained() > before
         total.backward()
     # y_i = x + i, and the gradient of the sum of squares is the sum of 2 (x + i).
-    assert torch.equal(x.grad, torch.full_like(x, sum(2.0 * (1 + i) for i in range(1, 17))))
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, sum(2.0 * (1 + i) for i in range(1, 17))))
 
 
 def _last(manager: SwapManager) -> Any:
@@ -269,7 +269,7 @@ def test_operators_of_the_backward_are_counted() -> None:
     signatures = []
     for kind in ("cpp", "dispatch"):
         try:
-            observer = make_observer(kind, lambda operator: None)  # type: ignore[arg-type]
+            observer = make_observer(kind, lambda operator: None)
         except RuntimeError:
             pytest.skip("csrc/ is not built")
         with observer.watching():

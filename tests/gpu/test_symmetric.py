@@ -53,7 +53,7 @@ def start(work: Callable[..., None], world: int, folder: Path, *arguments: Any, 
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, here {torch.cuda.device_count()}")
     store = tempfile.mktemp(dir=folder)
-    context = mp.start_processes(  # type: ignore[no-untyped-call]
+    context = mp.start_processes(
         _process, (world, store, loading, work, arguments), nprocs=world, join=False, start_method="spawn"
     )
     end = time.monotonic() + LIMIT + 30
@@ -98,7 +98,7 @@ def value(index: int, place: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
 def late(some: random.Random) -> None:
     """The compute stream is late by up to 2 ms, half of the time."""
     if some.random() < 0.5:
-        torch.cuda._sleep(int(some.random() * 3_600_000))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(some.random() * 3_600_000))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -136,7 +136,7 @@ def rank_parts(rank: int, world: int) -> None:
     for peer in range(world):
         side.wait_until(counters[rank][peer : peer + 1], 1)
         side.copy(found[peer], arena.bytes(peer, 4096, 4096))
-    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(20_000_000)
     own.fill_(rank + 1)
     for peer in range(world):
         device.current().set(counters[peer][rank : rank + 1], 1)

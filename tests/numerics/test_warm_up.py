@@ -6,6 +6,7 @@ What the first step compiles or plans is loaded behind posted receives, which ha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,10 +17,13 @@ import torch
 
 from slimpipe.kernels import fuse, merge
 from slimpipe.kernels.attention import PlainAttention
+from slimpipe.kernels.attention.flash_package import PackagedFlashAttention
 from slimpipe.runtime.reserve import SMALL, reserve
+from slimpipe.train import session as session_module
 from slimpipe.train.session import Session
 from tests.numerics.harness import batch_of, case, config_of
 from tests.support.cover import Case
+from tests.support.fake_flash import package
 from tests.support.pool import Pool
 
 MIB = SMALL
@@ -40,9 +44,17 @@ class Met(NamedTuple):
 
 
 def met_in_turn(
-    rank: int, world: int, case: Case, model: str = "llama", memory: dict[str, Any] | None = None
+    rank: int,
+    world: int,
+    case: Case,
+    model: str = "llama",
+    memory: dict[str, Any] | None = None,
+    bottom_right: bool = False,
 ) -> tuple[Met, Met]:
-    """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them."""
+    """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them.
+
+    `bottom_right`: with a backend that takes a slice and the past in front of it in one call.
+    """
     warm, later = Met([], []), Met([], [])
     now = warm
     made: dict[int, Callable[..., Any]] = {}
@@ -75,7 +87,12 @@ def met_in_turn(
         mock.patch.object(fuse.Fused, "compiled", property(compiled)),
         mock.patch.object(merge, "extension_available", lambda: False),
         mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
+        contextlib.ExitStack() as stack,
     ):
+        if bottom_right:
+            backend = PackagedFlashAttention("flash4", package("flash4", []))
+            choose = mock.patch.object(session_module, "choose_attention", lambda *_: (backend, None))
+            stack.enter_context(choose)
         more = {} if memory is None else {"memory": {"recompute": case.recompute, **memory}}
         session = Session(config_of(case, model={"name": model}, **more))
         tokens, labels = batch_of(case)
@@ -97,6 +114,16 @@ def test_no_step_and_no_evaluation_meets_what_the_warm_up_has_not(case: Case, po
         assert later.compiled == [], f"rank {rank}"
         assert {block[0] for block in later.attention} == {"main", "autograd's"}
         assert set(later.attention) <= set(warm.attention), f"rank {rank}"
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_slice_and_its_past_in_one_call_are_met_too(case: Case, pool: Callable[[int], Pool]) -> None:
+    """Its gradients of keys and values are a part of longer ones, and laid out as such."""
+    for rank, (warm, later) in enumerate(pool(case.pp).run(met_in_turn, case, "llama", None, True)):
+        assert later.compiled == [], f"rank {rank}"
+        # flash-attn's kernels are for any length.
+        kinds = [{(thread, which, causal) for thread, which, *_, causal in met.attention} for met in (later, warm)]
+        assert kinds[0] <= kinds[1], f"rank {rank}"
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "all_but_attention"])

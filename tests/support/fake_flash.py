@@ -44,7 +44,7 @@ def package(name: str, calls: list[Call]) -> Any:
 def _forward(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Any:
     assert scale == q.shape[-1] ** -0.5
     calls.append(Call("F", q.shape[1], k.shape[1], causal))
-    return BottomRight().forward(q, k, v, causal)
+    return BottomRight().forward(q, k, v, causal=causal)
 
 
 def _backward(
@@ -53,7 +53,7 @@ def _backward(
     dout, q, k, v, out, lse = given
     assert scale == q.shape[-1] ** -0.5 and lse.is_contiguous() and dout.is_contiguous()
     calls.append(Call("B", q.shape[1], k.shape[1], causal))
-    for buffer, gradient in zip(into, BottomRight().backward(dout, q, k, v, out, lse, causal), strict=True):
+    for buffer, gradient in zip(into, BottomRight().backward(dout, q, k, v, out, lse, causal=causal), strict=True):
         buffer.copy_(gradient)
 
 

@@ -209,6 +209,6 @@ def _run(rank: int, message: bytes) -> Any:
     sys.path[:] = search_path
     function, args = pickle.loads(task)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    store = dist.FileStore(store_file, world)  # type: ignore[attr-defined]
+    store = dist.FileStore(store_file, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return function(rank, world, *args)

@@ -275,7 +275,8 @@ def gradient_accumulation(step: Step) -> list[Tensor]:
 
 @program
 def retained_graph(step: Step) -> list[Tensor]:
-    model, found = mlp(), []
+    model = mlp()
+    found: list[Tensor] = []
     for i in range(STEPS):
         with step():
             y = model(batch(i))

@@ -134,6 +134,8 @@ CASES: dict[str, dict[str, Any]] = {
             (64, 8, 2, "norms", "", {}),
             (64, 16, 2, "none", "", {}),
             (64, 8, 2, "none", "-flash4", {"attention": "flash4"}),
+            (64, 4, 4, "none", "", {}),
+            (64, 4, 4, "none", "-flash4", {"attention": "flash4"}),
             (128, 8, 2, "mlp", "", {}),
             # What does not fit waits in host memory, in place of being made again.
             (128, 8, 2, "norms", "-swap-auto", {"swap": "auto"}),
@@ -208,6 +210,9 @@ CASES: dict[str, dict[str, Any]] = {
         "swap": "auto",
     },
     "512k-n32-full": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": "off"},
+    # Shorter slices: what fits with nothing in host memory.
+    "512k-n64-full": SWAP
+    | {"length": 524288, "m": 1, "n": 64, "recompute": "full", "swap": "off", "kv_swap": "off", "exchange": "balanced"},
     "512k-n32-full-swap-0.8": SWAP | {"length": 524288, "m": 1, "n": 32, "recompute": "full", "swap": 0.8},
     # Keys and values in host memory, by layer: everywhere, and where activations alone do not do it. All ranks together
     # need 189 GiB of host memory for 512K with a budget, and 394 GiB for 1M, which activations alone do not make fit.

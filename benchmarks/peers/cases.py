@@ -15,6 +15,8 @@ LINK_PROFILE = "build/slow_link.yaml"
 """The hardware profile with the slow link as measured: written by the run, read by slimpipe's cases there."""
 PAYING = {"exchange": "balanced", "hardware": f"configs/hardware/{PROFILE.name}"}
 """Only loans that pay at NCCL's rates."""
+SHARED = {**PAYING, "carrier": "symmetric", "collectives": "symmetric"}
+"""The same, and what ranks exchange through memory that both reach."""
 LONGEST = (16, 32, 64, 128, 256, 512)
 
 Settings = dict[str, list[dict[str, Any]]]
@@ -24,6 +26,8 @@ AT_64K: Settings = {
     "slimpipe": [
         {"n": 16, "recompute": "norms", **PAYING},
         {"n": 16, "recompute": "norms"},
+        {"n": 4, "v": 4, "recompute": "none", **SHARED},
+        {"n": 8, "v": 2, "recompute": "none", **SHARED},
         {"n": 8, "recompute": "norms", **PAYING},
     ],
     "FSDP2 + CP": [
@@ -51,7 +55,11 @@ AT_64K: Settings = {
     "torch interleaved": [{"v": 2, "recompute": "all_but_attention", "compiled": True}, {"v": 2, "recompute": "full"}],
 }
 AT_128K: Settings = {
-    "slimpipe": [{"n": 16, "recompute": "mlp", **PAYING}, {"n": 32, "recompute": "mlp", **PAYING}],
+    "slimpipe": [
+        {"n": 8, "v": 2, "recompute": "norms", "swap": "auto", **SHARED},
+        {"n": 8, "v": 2, "recompute": "mlp", **SHARED},
+        {"n": 16, "recompute": "mlp", **PAYING},
+    ],
     "FSDP2 + CP": [
         {"recompute": "mlp"},
         {"recompute": "mlp", "compiled": True},
@@ -65,9 +73,9 @@ AT_128K: Settings = {
 }
 AT_16K: Settings = {
     "slimpipe": [
+        {"n": 2, "v": 4, "recompute": "none", **SHARED},
+        {"n": 4, "v": 2, "recompute": "none", **SHARED},
         {"n": 4, "recompute": "none"},
-        {"n": 8, "recompute": "none", **PAYING},
-        {"n": 4, "v": 2, "recompute": "none"},
     ],
     "megatron interleaved": [{"v": 2, "recompute": "none"}, {"v": 4, "recompute": "none"}],
     "FSDP2 + CP": [{}, {"compiled": True}, {"accumulate": True, "reshard": False, "compiled": True}],

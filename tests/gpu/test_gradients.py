@@ -7,6 +7,7 @@ times. Two GPUs run the pipeline over NCCL; with one, only pp = 1 runs.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -71,36 +72,43 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-def rank_gradients(rank: int, world: int, store: str, config: Config, out: str) -> None:
-    """One rank over NCCL; leaves its loss and gradients in a file."""
+def rank_gradients(rank: int, world: int, store: str, configs: list[Config], out: str) -> None:
+    """One rank over NCCL; leaves its loss and gradients under each config in a file."""
     faulthandler.dump_traceback_later(150, exit=True)
-    prepare_process(config)
+    prepare_process(configs[0])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group(
             "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
         )
-    session = Session(config, Carrier(device))
-    loss = session.step_gradients(*batch())
-    gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}
-    weights = {name: weight.cpu() for name, weight in session.weights().items()}
-    found = {"loss": loss, "gradients": gradients, "weights": weights, "cut": list(session.shards)}
-    torch.save(found, f"{out}.{rank}")
+    for number, config in enumerate(configs):
+        session = Session(config, Carrier(device))
+        loss = session.step_gradients(*batch())
+        gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}
+        weights = {name: weight.cpu() for name, weight in session.weights().items()}
+        found = {"loss": loss, "gradients": gradients, "weights": weights, "cut": list(session.shards)}
+        torch.save(found, f"{out}.{number}.{rank}")
+        del session
+        gc.collect()
     if world > 1:
         dist.destroy_process_group()
 
 
-def run(config: Config, folder: Path) -> dict[str, Any]:
-    """Loss, gradients and weights of the whole model, from as many processes as the layout needs."""
-    world = config.parallel.pp
+def run_each(configs: list[Config], folder: Path) -> list[dict[str, Any]]:
+    """Loss, gradients and weights of the whole model under each config, one after the other in the same processes, as
+    many as the layout needs: starting them and compiling takes most of the time."""
+    world = configs[0].parallel.pp
     out = tempfile.mktemp(dir=folder)
     context = mp.start_processes(
-        rank_gradients, (world, out + ".store", config, out), nprocs=world, join=False, start_method="spawn"
+        rank_gradients, (world, out + ".store", configs, out), nprocs=world, join=False, start_method="spawn"
     )
     while not context.join(timeout=170):
         pass
-    parts = [torch.load(f"{out}.{rank}") for rank in range(world)]
+    return [_whole([torch.load(f"{out}.{number}.{rank}") for rank in range(world)]) for number in range(len(configs))]
+
+
+def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {"loss": parts[0]["loss"], "gradients": {}, "weights": {}}
     for part in parts:
         for key in ("gradients", "weights"):
@@ -108,6 +116,10 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
                 rows = [whole[key][name]] if name in part["cut"] and name in whole[key] else []
                 whole[key][name] = torch.cat([*rows, tensor])
     return whole
+
+
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    return run_each([config], folder)[0]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from slimpipe.runtime.carrier import Carrier
 from slimpipe.schedule import Op, held_by_units
 from slimpipe.swap.cuda_streams import CudaStreams
 from slimpipe.train.session import Session
-from tests.gpu.test_gradients import LENGTH, SPEC, batch, errors, run, settings
+from tests.gpu.test_gradients import LENGTH, SPEC, batch, errors, run_each, settings
 from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -174,20 +174,27 @@ def test_auto_within_a_budget() -> None:
     assert torch.cuda.max_memory_allocated() <= budget * 2**30 * 1.03
 
 
-@pytest.mark.parametrize(
-    ("v", "vocab", "exchange", "recompute"),
-    [(1, False, "off", "norms"), (2, True, "off", "mlp"), (1, True, "balanced", "full")],
-)
+# A setting's swaps beside none, all in one job: of activations, of keys and values, of both.
+OVER_NCCL: list[tuple[int, bool, str, str]] = [
+    (1, False, "off", "norms"),
+    (2, True, "off", "all_but_attention"),
+    (1, True, "balanced", "full"),
+]
+
+
+@pytest.mark.parametrize(("v", "vocab", "exchange", "recompute"), OVER_NCCL)
 def test_over_nccl(v: int, vocab: bool, exchange: str, recompute: str, tmp_path: Path) -> None:
     """Two ranks. The order of NCCL's sums may differ from run to run: gradients to rounding of bf16."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, here {torch.cuda.device_count()}")
     config = settings(2, v, 8, vocab, recompute=recompute, exchange=exchange, deterministic=True)
-    plain, found = (run(made_, tmp_path) for made_ in (config, with_swap(config, 1.0)))
-    together, _ = errors(found["gradients"], plain["gradients"])
-    print(f"\nv={v} vocab={vocab} {exchange} {recompute}: loss {found['loss']} and {plain['loss']}, {together:.2e}")
-    assert relative_error(torch.tensor(found["loss"]), torch.tensor(plain["loss"])) <= 1e-5
-    assert together <= 1e-3
+    swaps = [with_swap(config), with_swap(config, "off", kv_swap="on"), with_swap(config, kv_swap="on")]
+    plain, *others = run_each([config, *swaps], tmp_path)
+    for moved, found in zip(("units", "keys", "units and keys"), others, strict=True):
+        together, _ = errors(found["gradients"], plain["gradients"])
+        print(f"\nv={v} vocab={vocab} {exchange} {recompute}, {moved}: {found['loss']}, {together:.2e}")
+        assert relative_error(torch.tensor(found["loss"]), torch.tensor(plain["loss"])) <= 1e-5
+        assert together <= 1e-3
 
 
 # ---- keys and values, by layer ----
@@ -270,23 +277,3 @@ def test_memory_of_keys_is_what_was_predicted() -> None:
     assert expected > 32 << 20
     assert abs(held[0] - held[1] - expected) <= 1 << 20
     assert abs(peaks[0] - peaks[1] - expected) <= 8 << 20
-
-
-@pytest.mark.parametrize(
-    ("v", "vocab", "exchange", "recompute", "swap"),
-    [
-        (1, False, "off", "norms", "off"),
-        (2, True, "off", "all_but_attention", 1.0),
-        (1, True, "balanced", "full", "off"),
-    ],
-)
-def test_keys_over_nccl(v: int, vocab: bool, exchange: str, recompute: str, swap: float | str, tmp_path: Path) -> None:
-    """As `test_over_nccl`."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, here {torch.cuda.device_count()}")
-    config = settings(2, v, 8, vocab, recompute=recompute, exchange=exchange, deterministic=True)
-    plain, found = (run(made_, tmp_path) for made_ in (config, with_swap(config, swap, kv_swap="on")))
-    together, _ = errors(found["gradients"], plain["gradients"])
-    print(f"\nv={v} vocab={vocab} {exchange} {recompute} keys: {found['loss']} and {plain['loss']}, {together:.2e}")
-    assert relative_error(torch.tensor(found["loss"]), torch.tensor(plain["loss"])) <= 1e-5
-    assert together <= 1e-3

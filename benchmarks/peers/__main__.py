@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true", help="part longest")
     parser.add_argument("--system", nargs="*", choices=[one for one in systems.MODULES if one != "link"])
     parser.add_argument("--first", action="store_true", help="each system's first setting alone")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="cases with one of these in their name")
     parser.add_argument("--minutes", type=float, help="begin no case that would end later")
     parser.add_argument("--limit", type=float, help="seconds a case (default: by its size)")
     parser.add_argument("--ranks", type=int, default=2)
@@ -130,7 +131,8 @@ def main() -> None:
         return
     known = rows.read(RESULTS) + (rows.read(options.results) if options.results != RESULTS else [])
     done = set() if options.again else {row["case"] for row in known if rows.finished(row)}
-    todo = [(name, case | {"ranks": options.ranks}) for name, case in wanted(options) if name not in done]
+    cases = [(name, case) for name, case in wanted(options) if any(text in name for text in options.only)]
+    todo = [(name, case | {"ranks": options.ranks}) for name, case in cases if name not in done]
     if options.list:
         for name, case in todo:
             print(f"{expected_seconds(case):6.0f} s  {needless(case, known) or ''}  {name}")

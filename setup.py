@@ -115,6 +115,7 @@ setup(
             "pyarrow",
             "scipy",
             "safetensors",
+            "triton>=3.6; platform_system == 'Linux'",
         ],
         "flash": ["flash-attn-4>=4.0.0b36"],
         "log": ["tensorboard"],

@@ -1,11 +1,13 @@
-"""The elementwise parts of a layer: plain, compiled, by Liger-Kernel, and what memory alone would take.
+"""The elementwise parts of a layer: plain, compiled, by Triton, by Liger-Kernel, and what memory alone would take.
 
     python -m benchmarks.fused            # one GPU, half a minute; rows in benchmarks/results/fused.jsonl
 
 One slice of 4096 tokens at the Llama-8B shape, bf16. `least_us`: the bytes that must be read and written over the rate
 of a large copy on the same GPU. Liger-Kernel where it is installed: its autograd Functions, on tensors laid out as it
-wants them. Times are those of the kernels, by torch.profiler. `host_us`: what a call of the compiled form costs the
-host, which launches ahead of the device as long as the device is busy.
+wants them. Times are those of the kernels, by torch.profiler. `runs`: the form that a GPU runs (`ON_GPUS` in
+slimpipe/kernels/fuse.py); `of_least` is that one's time over the least. `host_us`: what a call of it, its choice
+included, costs the host, which launches ahead of the device as long as the device is busy; `compiled_host_us` and
+`plain_host_us` for comparison.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from slimpipe.kernels.fuse import Fused
 RESULTS = Path(__file__).parent / "results" / "fused.jsonl"
 TOKENS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 4096, 4096, 14336, 32, 8, 128, 64128
 IN_A_ROW = 20
-COLUMNS = {"operation": "", "least_us": ".0f", "plain_us": ".0f", "compiled_us": ".0f", "of_least": ".2f"}
-COLUMNS |= {"host_us": ".0f", "liger_us": ".0f", "failed": ""}
+COLUMNS = {"operation": "", "plain_us": ".0f", "compiled_us": ".0f", "triton_us": ".0f", "least_us": ".0f", "runs": ""}
+COLUMNS |= {"of_least": ".2f", "plain_host_us": ".0f", "compiled_host_us": ".0f", "host_us": ".0f", "liger_us": ".0f"}
+COLUMNS |= {"failed": ""}
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,14 @@ def operations() -> dict[str, Callable[[], Operation]]:
         grads = [noise(1, TOKENS, HEADS, HEAD) for _ in range(parts)]
         return Operation(sums.sum_into, (grads, torch.empty_like(grads[0])), (parts + 1) * nbytes(grads[0]))
 
+    def added(tokens: int, to: str) -> Operation:
+        """dK and dV of so many tokens: "stored" or "added" in fp32, or the sum "rounded"."""
+        parts = noise(1, tokens, KV_HEADS, HEAD), noise(1, tokens, KV_HEADS, HEAD)
+        accs = parts[0].float(), parts[1].float()
+        outs = accs if to != "rounded" else (torch.empty_like(parts[0]), torch.empty_like(parts[1]))
+        read = accs if to != "stored" else None
+        return Operation(sums.add_pairs, (parts, read, outs), nbytes(*parts, *(read or ()), *outs))
+
     def statistics() -> Operation:
         logits, labels = noise(TOKENS // 2, VOCAB), torch.randint(0, VOCAB, (TOKENS // 2,), device="cuda")
         return Operation(cross_entropy.shard_statistics, (logits, labels, 0, VOCAB), nbytes(logits))
@@ -142,7 +153,12 @@ def operations() -> dict[str, Callable[[], Operation]]:
         "RoPE, Q and K": rotate,
         "LSE merge of 2": lambda: merged(2),
         "LSE merge of 3": lambda: merged(3),
+        "LSE merge of 4": lambda: merged(4),
         "sum of 3 gradients": lambda: summed(3),
+        "dK, dV of 16K stored": lambda: added(4 * TOKENS, "stored"),
+        "dK, dV of 16K added": lambda: added(4 * TOKENS, "added"),
+        "dK, dV of 4K added": lambda: added(TOKENS, "added"),
+        "dK, dV of a slice, rounded": lambda: added(TOKENS, "rounded"),
         "loss statistics": statistics,
         "loss gradient": gradient,
     }
@@ -180,12 +196,21 @@ def copy_rate() -> float:
 
 
 def measure(operation: Operation, rate: float) -> dict[str, Any]:
+    form, arguments = operation.form, operation.arguments
+    row: dict[str, Any] = {"least_us": 1e6 * operation.moved / rate}
+    calls: dict[str, Callable[[], Any]] = {
+        "plain": lambda: form.plain(*arguments),
+        "compiled": lambda: form.compiled(*arguments),
+    }
+    kernel = form.triton
+    if kernel is not None and kernel.fits(*arguments):
+        calls["triton"] = lambda: kernel.run(*arguments)
     with torch.no_grad():
-        row: dict[str, Any] = {"least_us": 1e6 * operation.moved / rate}
-        row["plain_us"] = microseconds(lambda: operation.form.plain(*operation.arguments))
-        row["compiled_us"] = microseconds(lambda: operation.form.compiled(*operation.arguments))
-        row["host_us"] = host_microseconds(lambda: operation.form.compiled(*operation.arguments))
-    row["of_least"] = row["compiled_us"] / row["least_us"]
+        row |= {f"{name}_us": microseconds(call) for name, call in calls.items()}
+        row |= {f"{name}_host_us": host_microseconds(calls[name]) for name in ("plain", "compiled")}
+        row["runs"] = next(name for name in form.on_gpus if name in calls)
+        row["host_us"] = host_microseconds(lambda: form(*arguments))
+    row["of_least"] = row[f"{row['runs']}_us"] / row["least_us"]
     if operation.liger is not None:
         try:
             row["liger_us"] = microseconds(operation.liger)

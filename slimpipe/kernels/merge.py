@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.fuse import fused
+from slimpipe.kernels.fuse import fused_or_triton
 
 Implementation = Literal["auto", "cpp", "torch"]
 
@@ -81,7 +81,7 @@ def merge_reference(outs_BsHD: Sequence[Tensor], lses_BHs: Sequence[Tensor]) -> 
     return out_BsHD.to(dtype), lse_BHs.contiguous()
 
 
-@fused
+@fused_or_triton("slimpipe.kernels.triton.merge")
 def _merge_into(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> Tensor:
     """`merge_reference` into a given output: what a compiled function returns has the strides its compiler likes."""
     merged_BsHD, lse_BHs = merge_reference(outs_BsHD, lses_BHs)

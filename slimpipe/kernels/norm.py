@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
 
 
@@ -29,7 +29,7 @@ def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     return (upcast(x) * rstd * upcast(weight)).to(x.dtype)
 
 
-@fused
+@fused_or_triton("slimpipe.kernels.triton.norm")
 def rms_norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(dx [.., H] in x's dtype, dweight [H] in fp32)."""
     wide_g, hat = upcast(g), upcast(x) * rstd

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
+
+Pair = tuple[Tensor, Tensor]
 
 
 def sum_rounded(parts: list[Tensor]) -> Tensor:
@@ -29,10 +31,23 @@ def sum_into(parts: list[Tensor], out: Tensor) -> None:
     out.copy_(total)
 
 
-def add_rounded(acc: Tensor, part: Tensor) -> Tensor:
-    """acc + part in acc's precision, rounded to part's dtype; contiguous. acc stays as it is.
+@fused_or_triton("slimpipe.kernels.triton.add")
+def add_pairs(parts: Pair, accs: Pair | None, outs: Pair) -> None:
+    """out = acc + part, dK's and dV's [b, s, heads, d], in the wider precision of the two and rounded to out's as it is
+    stored. `accs` None: out = part. An out may be its acc.
 
-    One kernel by itself: an elementwise operation computes in its inputs' common type and rounds as it stores.
+    Plain it is one kernel each: an elementwise operation computes in its inputs' common type and rounds as it stores.
     """
-    out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-    return torch.add(acc, part, out=out)
+    if accs is None:
+        for part, out in zip(parts, outs, strict=True):
+            out.copy_(part)
+    else:
+        for acc, part, out in zip(accs, parts, outs, strict=True):
+            torch.add(acc, part, out=out)
+
+
+def add_rounded(accs: Pair, parts: Pair) -> Pair:
+    """acc + part in acc's precision, rounded to part's dtype; contiguous. accs stay as they are."""
+    first, second = (torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts)
+    add_pairs(parts, accs, (first, second))
+    return first, second

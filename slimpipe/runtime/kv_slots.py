@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.fuse import wide
-from slimpipe.kernels.sums import add_rounded
+from slimpipe.kernels.sums import add_pairs, add_rounded
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,8 @@ class LayerSlots:
     def add_gradient(self, start: int, stop: int, dk: Tensor, dv: Tensor, first: bool) -> None:
         """Adds a later slice's part to the gradients of positions start .. stop - 1; `first` stores instead."""
         assert self.dk is not None and self.dv is not None
-        for acc, part in ((self.dk[:, start:stop], dk), (self.dv[:, start:stop], dv)):
-            if first:
-                acc.copy_(part)
-            else:
-                acc.add_(part)
+        accs = self.dk[:, start:stop], self.dv[:, start:stop]
+        add_pairs((dk, dv), None if first else accs, accs)
 
     def total_gradient(self, place: SlicePlace, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """A slice's own (causal) part plus what later slices have added, rounded once to the compute dtype.
@@ -95,7 +92,7 @@ class LayerSlots:
             return dk.flatten().view(dk.shape), dv.flatten().view(dv.shape)
         assert self.dk is not None and self.dv is not None
         tokens = slice(*self.positions(place.slot, place.slot + 1))
-        return add_rounded(self.dk[:, tokens], dk), add_rounded(self.dv[:, tokens], dv)
+        return add_rounded((self.dk[:, tokens], self.dv[:, tokens]), (dk, dv))
 
     def positions(self, start: int, stop: int) -> tuple[int, int]:
         """Token positions of slots start .. stop - 1, half-open."""

@@ -1,4 +1,5 @@
-"""Attention and merges once before the first step, in every length of a past and every number of parts of the plan."""
+"""Attention, merges and sums once before the first step, in every length of a past and every number of parts of the
+plan."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from slimpipe.kernels import fuse
 from slimpipe.kernels.fuse import wide
 from slimpipe.kernels.merge import merge
-from slimpipe.kernels.sums import sum_rounded
+from slimpipe.kernels.sums import add_pairs, sum_rounded
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.slice_context import AttentionShapes
 
@@ -67,6 +68,14 @@ def _attention(engine: Engine, chunk: int, layer: int, query: torch.Size, keys: 
         merge([torch.zeros_like(q) for _ in lses], lses)
         # The kernel's gradients are laid out as it likes, those that come from other ranks as they were sent.
         sum_rounded([torch.zeros_like(dq if part < computed else q) for part in range(computed + lent)])
+    if any(lent for _, lent in counts):
+        # So do gradients of lent keys, and there may be other code for that than blocks have met.
+        size = (query[0], engine.slice_tokens, *keys.shape[2:])
+        part = torch.zeros(size, dtype=keys.dtype, device=keys.device)
+        total = torch.zeros(size, dtype=wide(keys.dtype), device=keys.device)
+        pair = total, total.clone()
+        add_pairs((part, part), None, pair)
+        add_pairs((part, part), pair, pair)
 
 
 class _Within(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Every fused function, compiled, against its own plain form on the same GPU."""
+"""Every fused function, compiled and by Triton, against its own plain form on the same GPU."""
 
 from __future__ import annotations
 
@@ -70,6 +70,94 @@ def test_the_backward_of_swiglu_compiled_equals_plain() -> None:
     assert float((compiled.double() - plain.double()).norm() / plain.double().norm()) <= 5e-3
 
 
+# ---- Triton ----
+
+NORMS = [(1, 512, 1024), (1, 777, 4096), (2, 300, 32, 128), (1, 64, 5120), (1, 300, 8192), (1, 40, 16384), (3, 130)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, x = noise(*shape, dtype=dtype), noise(*shape[:-1], shape[-1] + 1, dtype=dtype)[..., 1:].contiguous()
+    arguments = (g, x, noise(*shape[:-1], 1, dtype=torch.float32).abs(), noise(shape[-1], dtype=dtype))
+    dx, dweight = by_triton(norm.rms_norm_backward, *arguments)
+    exact_dx, exact_dweight = norm.rms_norm_backward.plain(*(tensor.double() for tensor in arguments))
+    plain_dx, _ = norm.rms_norm_backward.plain(*arguments)
+    assert dx.dtype == dtype and dweight.dtype == torch.float32
+    # No more of the numbers fall to the other neighbour than in the plain form.
+    assert off(dx, exact_dx) <= 1.02 * off(plain_dx, exact_dx) + 2e-7
+    assert off(dweight, exact_dweight) <= 1e-6
+    again = by_triton(norm.rms_norm_backward, *arguments)
+    assert torch.equal(again[0], dx) and torch.equal(again[1], dweight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_the_merge_by_triton(parts: int, dtype: torch.dtype) -> None:
+    b, s, h, d = 2, 517, 6, 96
+    layouts = [
+        noise(b, s, h, d, dtype=dtype),
+        noise(b, h, s, d, dtype=dtype).transpose(1, 2),
+        noise(b, s + 3, h, 2 * d, dtype=dtype)[:, 3:, :, d:],
+        noise(b, s, 2 * h, d, dtype=dtype)[:, :, ::2],
+    ]
+    outs = layouts[-parts:]
+    lses = [3 * noise(b, h, s + i, dtype=torch.float32)[..., i:].contiguous() for i in range(parts)]
+    lses[1][:, :, 5] = lses[0][:, :, 7] = -torch.inf
+    for lse, partial in zip(lses, outs, strict=True):
+        lse[:, :, 9] = -torch.inf
+        partial[:, 9] = torch.nan
+    outs[1][:, 5] = torch.nan
+    out = torch.empty(b, s, h, d, dtype=dtype, device="cuda")
+    lse = by_triton(merge._merge_into, outs, lses, out)
+    exact, exact_lse = merge.merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    plain, _ = merge.merge_reference(outs, lses)
+    assert (out[:, 9] == 0).all() and (lse[:, :, 9] == -torch.inf).all()
+    assert off(out, exact) <= 1.02 * off(plain, exact) + 1e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["first", "add", "rounded"])
+def test_sums_of_pairs_by_triton_are_the_plain_ones_to_the_bit(kind: str) -> None:
+    parts = noise(2, 300, 8, 128)[:, 7:], noise(2, 296, 8, 128)[:, 3:]
+    found = [noise(2, 900, 8, 128, dtype=torch.float32) for _ in range(2)]
+    expected = [acc.clone() for acc in found]
+    outs = {}
+    for name, buffers in (("triton", found), ("plain", expected)):
+        accs = tuple(buffer[:, 11:304] for buffer in buffers)
+        rounded = tuple(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in parts)
+        outs[name] = rounded if kind == "rounded" else accs
+        arguments: tuple[Any, ...] = (parts, None if kind == "first" else accs, outs[name])
+        by_triton(sums.add_pairs, *arguments) if name == "triton" else sums.add_pairs.plain(*arguments)
+    for a, b in zip((*found, *outs["triton"]), (*expected, *outs["plain"]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_triton_compiles_one_code_for_all_pasts() -> None:
+    """What tests/kernels/test_triton.py reckons, counted."""
+    from slimpipe.kernels.triton.add import _add
+
+    acc = noise(1, 4100, 8, 128, dtype=torch.float32)
+    cache = _add.device_caches[torch.cuda.current_device()][0]
+    counts = []
+    for length in (1, 2, 16, 17, 250, 4096):
+        part = noise(1, length, 8, 128)
+        for start in (0, 1, 4):
+            accs = acc[:, start : start + length], acc[:, start : start + length].clone()
+            by_triton(sums.add_pairs, (part, part), accs, accs)
+            counts.append(len(cache))
+    assert counts == counts[:1] * len(counts)
+
+
+def by_triton(function: Any, *arguments: Any) -> Any:
+    assert function.triton is not None and function.triton.fits(*arguments)
+    return function.triton.run(*arguments)
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def _tuple(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
@@ -96,7 +184,8 @@ def test_sums_of_parts_are_rounded_once(count: int) -> None:
 
 def test_a_sum_is_rounded_once_as_it_is_stored() -> None:
     acc, part = noise(1, 512, 8, 128, dtype=torch.float32)[:, 128:256], noise(1, 512, 8, 128)[:, 128:256]
-    assert torch.equal(sums.add_rounded(acc, part), (acc + part.float()).bfloat16())
+    for total in sums.add_rounded((acc, acc), (part, part)):
+        assert torch.equal(total, (acc + part.float()).bfloat16())
 
 
 def test_weight_gradients_add_up_in_fp32() -> None:

@@ -201,7 +201,8 @@ def test_parts_are_summed_and_rounded_once(count: int) -> None:
     assert torch.equal(sum_rounded(half), sum(part.double() for part in half).bfloat16())  # type: ignore[union-attr]
     acc, part = torch.full((3, 2), 256.75), torch.full((3, 2), 0.5).bfloat16()
     # Rounded first, 256.75 would be 256 in bf16, and the sum 256 too: it is 257.25, which is nearer to 258.
-    assert torch.equal(add_rounded(acc, part), torch.full((3, 2), 258.0).bfloat16())
+    for total in add_rounded((acc, acc), (part, part)):
+        assert torch.equal(total, torch.full((3, 2), 258.0).bfloat16())
     assert (acc == 256.75).all()
 
 

@@ -7,9 +7,10 @@ What the first step compiles or plans is loaded behind posted receives, which ha
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from tests.numerics.harness import batch_of, case, config_of
 from tests.support.cover import Case
 from tests.support.fake_flash import package
 from tests.support.pool import Pool
+from tests.support.triton_variants import Variant, launches_noted
 
 MIB = SMALL
 _COMMON: dict[str, Any] = {"vocab_parallel": True, "granule": 2}
@@ -37,10 +39,12 @@ CASES = [
 
 
 class Met(NamedTuple):
-    """What was asked for, in turn: functions of the compiler, and attention blocks as cuDNN tells them apart."""
+    """What was asked for, in turn: functions of the compiler, attention blocks as cuDNN tells them apart, and Triton
+    kernels as Triton does."""
 
     compiled: list[str]
     attention: list[tuple[Any, ...]]
+    triton: list[Variant]
 
 
 def met_in_turn(
@@ -50,12 +54,14 @@ def met_in_turn(
     model: str = "llama",
     memory: dict[str, Any] | None = None,
     bottom_right: bool = False,
+    triton: Literal["contiguous", "by heads"] | None = None,
 ) -> tuple[Met, Met]:
     """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them.
 
-    `bottom_right`: with a backend that takes a slice and the past in front of it in one call.
+    `bottom_right`: with a backend that takes a slice and the past in front of it in one call. `triton`: with Triton
+    forms, and gradients of keys so laid out; else with the forms that run where Triton's do not.
     """
-    warm, later = Met([], []), Met([], [])
+    warm, later = Met([], [], []), Met([], [], [])
     now = warm
     made: dict[int, Callable[..., Any]] = {}
 
@@ -76,11 +82,27 @@ def met_in_turn(
             # On a GPU autograd's thread runs the backwards, and cuDNN's graphs are each thread's own.
             thread = "autograd's" if torch._C._current_autograd_node() is not None else "main"
             now.attention.append((thread, which, *((x.shape, x.stride()) for x in (q, k, v)), causal))
-            return plain(self, *arguments, causal=causal)
+            out = plain(self, *arguments, causal=causal)
+            return tuple(x.contiguous() for x in out) if triton == "contiguous" and which == "backward" else out
 
         return run
 
+    def noted_triton(function: fuse.Fused[..., Any]) -> Any:
+        """It is launched in name only; the plain form does its work."""
+        if function._triton_module is None:
+            return None
+        module = importlib.import_module(function._triton_module)
+
+        def run(*arguments: Any) -> Any:
+            module.run(*arguments)
+            return function.plain(*arguments)
+
+        return SimpleNamespace(fits=module.fits, run=run)
+
     with (
+        launches_noted(lambda variant: now.triton.append(variant)) if triton else contextlib.nullcontext(),
+        mock.patch.object(fuse, "runs_triton", lambda argument: triton is not None),
+        mock.patch.object(fuse.Fused, "triton", property(noted_triton)),
         mock.patch.object(PlainAttention, "forward", noted("forward")),
         mock.patch.object(PlainAttention, "backward", noted("backward")),
         mock.patch.object(fuse, "runs_compiled", lambda argument: True),
@@ -124,6 +146,33 @@ def test_a_slice_and_its_past_in_one_call_are_met_too(case: Case, pool: Callable
         # flash-attn's kernels are for any length.
         kinds = [{(thread, which, causal) for thread, which, *_, causal in met.attention} for met in (later, warm)]
         assert kinds[0] <= kinds[1], f"rank {rank}"
+
+
+KERNELS = {"_backward", "_sum_parts", "_merge", "_add"}
+
+
+@pytest.mark.parametrize(
+    ("case", "memory"), [*((case, {}) for case in CASES), (CASES[-1], {"swap": 1.0, "kv_swap": "on"})], ids=str
+)
+def test_no_step_and_no_evaluation_meets_a_triton_kernel_that_the_warm_up_has_not(
+    case: Case, memory: dict[str, Any], pool: Callable[[int], Pool]
+) -> None:
+    pytest.importorskip("triton")
+    for rank, (warm, later) in enumerate(pool(case.pp).run(met_in_turn, case, "llama", memory, False, "contiguous")):
+        assert {variant.kernel for variant in later.triton} == KERNELS, f"rank {rank}"
+        assert set(later.triton) <= set(warm.triton), f"rank {rank}"
+        assert later.compiled == [], f"rank {rank}"
+        assert not {"rms_norm_backward", "_merge_into"} & set(warm.compiled), f"rank {rank}"
+
+
+def test_a_kernel_that_only_gradients_from_other_ranks_fit_is_met_too(pool: Callable[[int], Pool]) -> None:
+    """Those of plain attention are laid out by heads; or they are a part of longer ones."""
+    pytest.importorskip("triton")
+    for bottom_right in (False, True):
+        found = pool(CASES[1].pp).run(met_in_turn, CASES[1], "llama", {}, bottom_right, "by heads")
+        assert any("_add" in {variant.kernel for variant in later.triton} for _, later in found)
+        for rank, (warm, later) in enumerate(found):
+            assert set(later.triton) <= set(warm.triton), f"rank {rank}"
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "all_but_attention"])

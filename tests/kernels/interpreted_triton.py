@@ -1,0 +1,196 @@
+"""The Triton kernels in Triton's interpreter, against their plain forms in float64. Not collected by itself:
+tests/kernels/test_triton.py runs it in a process of its own, for the interpreter is chosen before Triton is imported.
+
+The interpreter cuts bf16 off where a GPU rounds: tests/gpu/test_fused.py has the rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.merge import _merge_into, merge_reference
+from slimpipe.kernels.norm import rms_norm_backward
+from slimpipe.kernels.triton import add, merge, norm
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Over the number: half of the distance between neighbours, one rounding; all of it for what is cut off.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-7}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """fp32 to bf16, towards zero."""
+    return (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor, scale: Tensor | float) -> None:
+    """To one rounding of the exact value, and some of fp32 in a sum of terms as large as `scale`."""
+    error = (found.double() - exact).abs()
+    assert (error <= ROUNDING[found.dtype] * exact.abs() + 32 * ROUNDING[torch.float32] * scale).all(), error.max()
+
+
+# ---- norm ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 37, 96), (2, 3, 5, 64), (1, 1, 8), (3, 130), (9, 4096), (2, 5120)],
+    ids=str,
+)
+def test_the_norms_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, x = noise(*shape, dtype=dtype, seed=1), noise(*shape, dtype=dtype, seed=2)
+    weight, rstd = noise(shape[-1], dtype=dtype, seed=3), noise(*shape[:-1], 1, seed=4).abs()
+    assert norm.fits(g, x, rstd, weight)
+    dx, dweight = norm.run(g, x, rstd, weight)
+    exact_dx, exact_dweight = rms_norm_backward.plain(*(tensor.double() for tensor in (g, x, rstd, weight)))
+    assert dx.dtype == dtype and dx.shape == x.shape and dweight.dtype == torch.float32
+    assert_rounded_once(dx, exact_dx, exact_dx.abs().amax())
+    assert float((dweight.double() - exact_dweight).norm() / exact_dweight.norm()) <= 1e-6
+
+
+def test_a_number_that_is_not_finite_stays_so() -> None:
+    """Guards of a step look for it."""
+    g, x, weight = noise(6, 64), noise(6, 64, seed=1), noise(64, seed=2)
+    g[4, 7] = torch.nan
+    dx, dweight = norm.run(g, x, torch.ones(6, 1), weight)
+    assert dx[4].isnan().all() and dx[:4].isfinite().all() and dx[5].isfinite().all()
+    assert dweight.isnan().nonzero().flatten().tolist() == [7]
+
+
+def test_norms_that_do_not_fit() -> None:
+    g, x, rstd, weight = noise(6, 64), noise(6, 64), torch.ones(6, 1), noise(64)
+    assert norm.fits(g, x, rstd, weight)
+    assert not norm.fits(g.double(), x.double(), rstd.double(), weight.double())
+    assert not norm.fits(g.expand(2, 6, 64), x.expand(2, 6, 64), rstd, weight)
+    assert not norm.fits(noise(6 * 64 + 1)[1:].view(6, 64), x, rstd, weight)
+    assert not norm.fits(noise(1, 32768), noise(1, 32768), torch.ones(1, 1), noise(32768))
+    assert not norm.fits(g[:0], x[:0], rstd[:0], weight)
+    with torch.enable_grad():
+        assert not norm.fits(g, x.requires_grad_(), rstd, weight)
+    with torch.no_grad():
+        assert norm.fits(g, x.requires_grad_(), rstd, weight)
+
+
+# ---- merge ----
+
+
+def merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    out = torch.full(outs[0].shape, torch.nan, dtype=outs[0].dtype)
+    assert merge.fits(outs, lses, out)
+    return out, merge.run(outs, lses, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 17, 4, 128), (2, 5, 3, 64), (1, 1, 1, 40), (2, 8, 9, 16)], ids=str)
+def test_the_merge(shape: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
+    b, s, h, d = shape
+    outs = [noise(*shape, dtype=dtype, seed=i) for i in range(count)]
+    lses = [3 * noise(b, h, s, seed=10 + i) for i in range(count)]
+    out, lse = merged(outs, lses)
+    exact, exact_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    assert_rounded_once(out, exact, 4)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_partials_of_any_strides() -> None:
+    b, s, h, d = 2, 11, 3, 32
+    plain, heads_first = noise(b, s, h, d), noise(b, h, s, d, seed=1).transpose(1, 2)
+    part_of_more = noise(b, s + 3, h, 2 * d, seed=2)[:, 3:, :, d:]
+    outs, lses = [plain, heads_first, part_of_more], [noise(b, h, s, seed=i) for i in range(3)]
+    out, lse = merged(outs, lses)
+    exact, exact_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    assert_rounded_once(out, exact, 4)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_queries_without_keys(count: int) -> None:
+    outs = [noise(1, 9, 2, 16, seed=i) for i in range(count)]
+    lses = [noise(1, 2, 9, seed=i) for i in range(count)]
+    for i in range(count):  # in one partial at a time, then in all
+        lses[i][:, :, i] = lses[i][:, :, 8] = -torch.inf
+        outs[i][:, i] = outs[i][:, 8] = torch.nan
+    out, lse = merged(outs, lses)
+    expected, expected_lse = merge_reference(outs, lses)
+    assert out.isfinite().all() and (out[:, 8] == 0).all()
+    assert (lse[:, :, 8] == -torch.inf).all() and lse[:, :, :8].isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    outs, lses = [noise(1, 9, 2, 16, seed=i) for i in range(2)], [noise(1, 2, 9, seed=i) for i in range(2)]
+    outs[0][0, 3, 1, 5] = torch.nan
+    lses[1][0, 0, 6] = torch.nan
+    out, lse = merged(outs, lses)
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 3, 1], [0, 6, 0]]
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 6]]
+
+
+def test_partials_that_do_not_fit() -> None:
+    def parts(count: int, dtype: torch.dtype = torch.float32, d: int = 16) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        outs = [noise(1, 9, 2, d, dtype=dtype) for _ in range(count)]
+        return outs, [noise(1, 2, 9) for _ in range(count)], torch.empty_like(outs[0])
+
+    assert merge.fits(*parts(2))
+    assert not merge.fits(*parts(1)) and not merge.fits(*parts(5))
+    assert (
+        not merge.fits(*parts(2, torch.float64))
+        and not merge.fits(*parts(2, d=12))
+        and not merge.fits(*parts(2, d=512))
+    )
+    outs, lses, out = parts(2)
+    assert not merge.fits([outs[0], noise(1, 9, 16, 2).transpose(2, 3)], lses, out)
+    assert not merge.fits(outs, [lses[0], noise(1, 9, 2).transpose(1, 2)], out)
+    assert not merge.fits([outs[0], noise(9 * 32 + 2)[2:].view(1, 9, 2, 16)], lses, out)
+    with torch.enable_grad():
+        assert not merge.fits([outs[0], outs[1].requires_grad_()], lses, out)
+    with torch.no_grad():
+        assert torch.equal(_merge_into(outs, lses, out), merge_reference(outs, lses)[1])  # plain, on the CPU
+
+
+# ---- sums ----
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("tokens", [(0, 8), (3, 4), (5, 700)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["first", "add", "rounded"])
+def test_sums_of_pairs(kind: str, dtype: torch.dtype, tokens: tuple[int, int], b: int) -> None:
+    """To the bit; nothing else of the buffers is touched."""
+    start, stop = tokens
+    parts = tuple(noise(b, stop - start + 2, 2, 12, dtype=dtype, seed=i)[:, 1:-1] for i in range(2))
+    buffers = [noise(b, 800, 2, 12, seed=5 + i) for i in range(2)]
+    accs = tuple(buffer[:, start:stop] for buffer in buffers)
+    sums = [part.float() if kind == "first" else acc + part for acc, part in zip(accs, parts, strict=True)]
+    outs = tuple(torch.empty(parts[0].shape, dtype=dtype) for _ in range(2)) if kind == "rounded" else accs
+    expected = [buffer.clone() for buffer in buffers]
+    for buffer, total in zip(expected, sums, strict=True):
+        if kind != "rounded":
+            buffer[:, start:stop] = total
+    arguments = (parts, None if kind == "first" else accs, outs)
+    assert add.fits(*arguments)
+    add.run(*arguments)
+    for found, buffer, out, total in zip(buffers, expected, outs, sums, strict=True):
+        assert torch.equal(found, buffer)
+        assert out.dtype != torch.bfloat16 or torch.equal(out, total.bfloat16()) or torch.equal(out, cut_off(total))
+        assert out.dtype == torch.bfloat16 or torch.equal(out, total)
+
+
+def test_pairs_that_do_not_fit() -> None:
+    acc, part = noise(2, 9, 2, 8), noise(2, 9, 2, 8, dtype=torch.bfloat16)
+    assert add.fits((part, part), (acc, acc), (acc, acc))
+    heads_first = noise(2, 2, 9, 8, dtype=torch.bfloat16).transpose(1, 2)
+    assert not add.fits((part, heads_first), (acc, acc), (acc, acc))
+    assert not add.fits((part, part), (acc.double(), acc.double()), (acc, acc))
+    assert not add.fits((part, part), (acc, acc), (acc, acc.bfloat16()))
+    assert not add.fits((part[:, :0], part[:, :0]), (acc[:, :0], acc[:, :0]), (acc[:, :0], acc[:, :0]))
+    short = noise(2, 9, 2, 7, dtype=torch.bfloat16)
+    assert not add.fits((short, short), None, (short, short))

@@ -171,11 +171,12 @@ def _liger(name: str, *arguments: Any) -> Callable[[], Any] | None:
 
 
 def _liger_backward(name: str, g: Tensor, *arguments: Any) -> Callable[[], Any] | None:
-    """Its backward alone; the graph is kept. Liger's may write into `g`, which stays noise."""
+    """Its backward alone; the graph is kept. Liger's may write into `g`, which stays noise. Inputs that record
+    gradients are its own: a kernel of ours takes none that do."""
     function = _liger_function(name)
     if function is None:
         return None
-    inputs = [a.requires_grad_() if isinstance(a, Tensor) else a for a in arguments]
+    inputs = [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments]
     out = function.apply(*inputs)
     wanted = [a for a in inputs if isinstance(a, Tensor)]
     return lambda: torch.autograd.grad(out, wanted, g, retain_graph=True)

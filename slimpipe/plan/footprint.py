@@ -6,7 +6,7 @@ are those of a Llama's layers; a model of one's own is taken for one of the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -83,6 +83,8 @@ class Footprints:
     """The plan's; what is away is not counted."""
     kv: KVStream | None = None
     """The same of keys and values: of those that stream the room on the device is."""
+    attention_scratch: Callable[[int, int], int] = lambda queries, keys: 0
+    """Bytes that attention's backward takes beside its results, by tokens of a slice and of a block of keys."""
 
     @cached_property
     def ranks(self) -> tuple[Footprint, ...]:
@@ -217,7 +219,9 @@ class Footprints:
         """What one block's backward needs beside what is kept: what it makes again, and the larger of its two halves.
 
         MLP: the product made again and its gradient, that of gate and up, a hidden-sized input and gradient. Attention:
-        gradients of q, of the output and two parts of dq; those of the longest past's keys and values.
+        gradients of q, of the output and two parts of dq; those of the longest past's keys and values, some of which
+        may be for another rank; and what its kernel takes for the longest block of one call, while what the layer's
+        MLP had kept is free again.
         """
         model, shape = self.config.model, self.plan.shape
         q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -225,4 +229,21 @@ class Footprints:
         attention = self._tokens * 5 * q_width + 2 * (shape.n - 1) * self._tokens * kv_width
         kept = sum(self._kept_by_layer.values())
         again = max(0, sum(layer_bytes_per_token(model, "norms", self._element).values()) - kept) * self._tokens
-        return again + self._element * max(mlp, attention)
+        free = self._tokens * 2 * model.intermediate_size
+        if self.config.memory.recompute == "none":
+            free += self._tokens * (model.intermediate_size + model.hidden_size)
+        scratch = self.attention_scratch(self._slice, self._longest_block(rank))
+        return again + max(self._element * mlp, self._element * (attention - free) + scratch)
+
+    def _longest_block(self, rank: int) -> int:
+        """Tokens of the longest stretch that a backward of the rank attends to at once: its own slice, the past that it
+        does not lend, or what another rank lends to it."""
+        longest = self._slice
+        for action in self.plan.compute(rank):
+            if action.op is Op.BACKWARD:
+                lent = () if self.exchange is None else self.exchange.backward_of(rank, action.unit)
+                longest = max(longest, action.unit.slice * self._slice - sum(loan.tokens for loan in lent))
+        if self.exchange is not None:
+            helped = (loan for slot in self.exchange.help_slots(rank) for loan in self.exchange.help_of(rank, slot))
+            longest = max(longest, *(loan.tokens for loan in helped if loan.slot.kind == "B"), 0)
+        return longest

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from slimpipe.kernels import fuse
+from slimpipe.kernels.attention import expected_backend
+from slimpipe.kernels.attention.pieces import scratch_bytes
 from slimpipe.models.contract import build_model
 from slimpipe.plan.footprint import Footprint, Footprints
 from slimpipe.plan.memory import output_chunk
@@ -68,7 +70,12 @@ class Forecast:
         """By rank."""
         fused = self.assumed_bytes is not None or fuse.is_available(self.device)
         near = near_by_settings(self.config)
-        return footprints(self.config, self.planned, self.placement, self.parameters, self.chunk, fused, near).ranks
+        train = self.config.train
+        device = "cuda" if self.assumed_bytes is not None else self.device.type
+        backend = expected_backend(train.attention, device, train.dtype == "bfloat16", train.deterministic)
+        return footprints(
+            self.config, self.planned, self.placement, self.parameters, self.chunk, fused, near, backend
+        ).ranks
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -94,8 +101,16 @@ def footprints(
     chunk: int,
     fused: bool,
     near: Sequence[Sequence[int]],
+    backend: str,
 ) -> Footprints:
-    """Of every rank. Arguments as `Footprints` has them; `chunk`: tokens a chunk of the output layer."""
+    """Of every rank. Arguments as `Footprints` has them; `chunk`: tokens a chunk of the output layer; `backend`: of
+    attention, by name."""
+    model, batch = config.model, config.train.micro_batch
+    element = DTYPES[config.train.dtype].itemsize
+
+    def scratch(queries: int, keys: int) -> int:
+        return scratch_bytes(backend, queries, keys, model.heads, model.kv_heads, model.head_dim, element, batch)
+
     return Footprints(
         config,
         planned.plan,
@@ -110,6 +125,7 @@ def footprints(
         rings=rings_by_rank(config, planned, near),
         swap=planned.swap,
         kv=planned.kv,
+        attention_scratch=scratch,
     )
 
 

@@ -26,7 +26,16 @@ def footprint(session: Session) -> Footprint:
     near = () if session.routes is None else session.routes.groups
     parameters = [sum(parameter.numel() for parameter in session.parameters.values())] * session.shape.p
     fused = fuse.is_available(session.device)
-    found = footprints(session.config, session.planned, session.placement, parameters, session.ce_chunk, fused, near)
+    found = footprints(
+        session.config,
+        session.planned,
+        session.placement,
+        parameters,
+        session.ce_chunk,
+        fused,
+        near,
+        session.engine.backend.name,
+    )
     return found.ranks[session.rank]
 
 

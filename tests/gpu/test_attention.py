@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from slimpipe.kernels.attention import AttentionBackend, PlainAttention, candidates, select_backend
+from slimpipe.kernels.attention import AttentionBackend, PlainAttention, candidates, pieces, select_backend
 from slimpipe.kernels.attention.fastest import AttentionShape, fastest, time_on_device
 from slimpipe.kernels.attention.flash_package import PACKAGES, is_installed
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
@@ -74,6 +75,20 @@ def test_sliced_attention_is_as_exact_as_one_kernel(name: str, order: list[int])
     print(f"\n{backend.name} {order}: plain {[f'{e:.2e}' for e in plain]} sliced {[f'{e:.2e}' for e in cut]}")
     # Sliced, each result is rounded once more than in one kernel: parts come out in bf16, and so does their sum. A
     # rounding to bf16 is 1.66e-3 of a tensor's norm: sqrt(2.98^2 + 1.66^2) = 3.41e-3 for dK, measured 3.39e-3.
+    one_rounding = 1.66e-3
+    for a, b in zip(cut, plain, strict=True):
+        assert a <= 1.03 * (b * b + one_rounding * one_rounding) ** 0.5
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backward_in_pieces_is_as_exact(name: str) -> None:
+    """No more than 512 keys a call, of pasts up to 2560."""
+    backend = backend_called(name)
+    few = 512 * pieces.bytes_per_key(name, HEADS, KV_HEADS, WIDTH, 2)
+    plain = errors(whole(backend, torch.bfloat16))
+    with mock.patch.object(pieces, "STEP", 512), mock.patch.object(pieces, "MOST_BYTES", few):
+        cut = errors(sliced(backend, list(range(SLICES))))
+    print(f"\n{backend.name}: plain {[f'{e:.2e}' for e in plain]} in pieces {[f'{e:.2e}' for e in cut]}")
     one_rounding = 1.66e-3
     for a, b in zip(cut, plain, strict=True):
         assert a <= 1.03 * (b * b + one_rounding * one_rounding) ** 0.5

@@ -102,12 +102,13 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_peaks_measured_on_four_h200(name: str) -> None:
-    """Every rank's, p = 2 and 4, to what the README says: 1.2 % at n = 16, else 3.1 % of the prediction."""
+    """Every rank's, p = 2 and 4, to what the README says: at most 0.5 % above the prediction, and not further below it
+    than 1.4 % at n = 16, else 3.1 %."""
     row = SCALED[name]
-    bound = 0.012 if row["n"] == 16 else 0.031
+    bound = 0.014 if row["n"] == 16 else 0.031
     memory = paper(scale_config(row), row["ce_chunk"]).memory
     for predicted, measured in zip(memory, row["by_rank"], strict=True):
-        assert measured["peak_gib"] * GIB == pytest.approx(predicted.total, rel=bound)
+        assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= 1.005 * predicted.total
 
 
 # ---- against a session's own tensors ----
@@ -347,7 +348,7 @@ def test_a_run_whose_keys_stream_fits_and_says_so() -> None:
 
 def test_a_run_that_fits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = describe(on_gpu(big(65536, "norms"), monkeypatch))
-    assert "\nmemory of the device: 140.4 GiB; rank 0 is predicted to use 68%\n" in said and "warning" not in said
+    assert "\nmemory of the device: 140.4 GiB; rank 0 is predicted to use 69%\n" in said and "warning" not in said
 
 
 def test_every_term_has_a_knob() -> None:

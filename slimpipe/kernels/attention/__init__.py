@@ -16,10 +16,18 @@ from slimpipe.kernels.attention.base import AttentionBackend
 from slimpipe.kernels.attention.cudnn import CudnnAttention
 from slimpipe.kernels.attention.flash import FlashAttention
 from slimpipe.kernels.attention.flash_package import PACKAGES, is_installed, load_package
+from slimpipe.kernels.attention.pieces import InPieces
 from slimpipe.kernels.attention.plain import PlainAttention
 
-__all__ = ["AttentionBackend", "CudnnAttention", "FlashAttention", "PlainAttention", "candidates", "select_backend"]
-
+__all__ = [
+    "AttentionBackend",
+    "CudnnAttention",
+    "FlashAttention",
+    "PlainAttention",
+    "candidates",
+    "expected_backend",
+    "select_backend",
+]
 
 _DETERMINISTIC = ("plain", "flash")
 
@@ -57,5 +65,15 @@ def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[
 
 def _make(name: str) -> AttentionBackend:
     if name == "flash":
-        return FlashAttention()
-    return CudnnAttention() if name == "cudnn" else load_package(name)
+        return InPieces(FlashAttention())
+    return InPieces(CudnnAttention() if name == "cudnn" else load_package(name))
+
+
+def expected_backend(name: str, device_type: str, bf16: bool, deterministic: bool) -> str:
+    """The backend's name before anything is measured: `train.attention`, and for `auto` the one that takes the most
+    memory of those it may be."""
+    if name != "auto":
+        return name
+    if device_type != "cuda" or not bf16:
+        return "plain"
+    return "flash" if deterministic else "cudnn"

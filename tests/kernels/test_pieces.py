@@ -1,0 +1,125 @@
+"""Attention's backward over many keys in pieces: the same gradients, no call over too many keys, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimpipe.kernels.attention import pieces
+from slimpipe.kernels.attention.pieces import InPieces, bytes_per_key, most_keys, scratch_bytes
+from slimpipe.train import session as session_module
+from slimpipe.train.session import Session
+from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen
+from tests.support.cover import Case
+from tests.support.fake_flash import BottomRight
+from tests.support.pool import Pool
+
+LLAMA_8B = {"heads": 32, "kv_heads": 8, "width": 128}
+
+
+class Counted(BottomRight):
+    """Of cuDNN's name and memory, in plain PyTorch; (queries, keys, causal) of each backward."""
+
+    name = "cudnn"
+    bottom_right = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, bool]] = []
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append((q.shape[1], k.shape[1], causal))
+        return super().backward(dout, q, k, v, out, lse, causal=causal)
+
+
+def few_keys(number: int, width: int = 8, heads: int = 4, element: int = 8) -> Any:
+    """Patches the bound to so many keys a call."""
+    return mock.patch.multiple(pieces, STEP=1, MOST_BYTES=number * 2 * width * heads * element)
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal", "calls"),
+    [
+        (5, False, [(5, False)]),
+        (6, False, [(6, False)]),
+        (7, False, [(6, False), (1, False)]),
+        (20, False, [(6, False), (6, False), (6, False), (2, False)]),
+        # The queries' own four keys are in the last piece, with as many before them as fit.
+        (6, True, [(6, True)]),
+        (20, True, [(6, False), (6, False), (2, False), (6, True)]),
+    ],
+)
+def test_pieces_give_the_whole_gradients(keys: int, causal: bool, calls: list[tuple[int, bool]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(2, 4, 4, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    buffer = torch.randn(2, 2 * keys + 3, 2, 8, dtype=torch.float64, generator=generator)
+    k, v = buffer[:, 3 : 3 + keys], buffer[:, 3 + keys :]
+    backend = Counted()
+    out, lse = backend.forward(q, k, v, causal=causal)
+    whole = BottomRight().backward(dout, q, k, v, out, lse, causal=causal)
+    with few_keys(12):  # of one sequence: 6 of two
+        found = InPieces(backend).backward(dout, q, k, v, out, lse, causal)
+    assert backend.calls == [(4, length, last) for length, last in calls]
+    for ours, expected in zip(found, whole, strict=True):
+        assert ours.dtype == expected.dtype and ours.shape == expected.shape
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "queries", "most"), [(1, 1, 1), (70, 64, 32), (200, 10, 64), (128, 64, 64), (9, 3, 2)]
+)
+def test_ranges_cover_all_keys_once(keys: int, queries: int, most: int, causal: bool) -> None:
+    ranges = list(pieces.pieces(keys, queries, most, causal))
+    assert ranges[0][0] == 0 and ranges[-1][1] == keys
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    assert all(0 < stop - start <= most for start, stop in (ranges[:-1] if causal else ranges))
+    if causal:
+        assert ranges[-1][1] - ranges[-1][0] == max(queries, most)
+
+
+def test_a_kernels_bytes() -> None:
+    """cuDNN asked for 4.19 GiB on an H200 (benchmarks/results/pipeline.jsonl, 512k-n64-full): 8192 queries, and the
+    266,240 keys of the last slice's past that rank 1 did not lend."""
+    whole = bytes_per_key("cudnn", 32, 8, 128, 2) * 266_240 + 4 * 8192 * 32 * 128
+    assert f"{whole / 2**30:.2f}" == "4.19"
+    assert most_keys(16384) == 65536
+    assert scratch_bytes("cudnn", 8192, 266_240, **LLAMA_8B) == 2**30 + 4 * 8192 * 4096
+    assert scratch_bytes("cudnn", 8192, 1024, **LLAMA_8B) == 16384 * 1024 + 4 * 8192 * 4096
+    assert scratch_bytes("flash4", 8192, 1024, **LLAMA_8B) == 8192 * 1024 + 4 * 8192 * 4096
+    # One key head a query head: the gradients come as they are.
+    assert bytes_per_key("cudnn", 32, 32, 128, 2) == 0 and most_keys(0) is None
+    assert scratch_bytes("cudnn", 8192, 266_240, 32, 32, 128) == 4 * 8192 * 4096
+    assert scratch_bytes("plain", 8192, 266_240, **LLAMA_8B) == 0
+
+
+def run(rank: int, world: int, case: Case) -> tuple[RankReport, set[tuple[int, int, bool]]]:
+    backend = Counted()
+    choose = mock.patch.object(session_module, "choose_attention", lambda *_: (InPieces(backend), None))
+    with choose, few_keys(20, element=4):
+        session = Session(config_of(case))
+        roughen(session.weights())
+        backend.calls.clear()  # the warm-up's
+        return report(session, session.step_gradients(*batch_of(case))), set(backend.calls)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case(pp=2, n=4, m=3, v=2, recompute="all_but_attention"),
+        case(pp=3, n=8, m=3, exchange="balanced", granule=2),
+    ],
+    ids=str,
+)
+def test_a_pipelines_gradients(case: Case, pool: Callable[[int], Pool]) -> None:
+    ranks = pool(case.pp).run(run, case)
+    assert discrepancies(case, [found for found, _ in ranks]) == []
+    assert all(keys <= 20 for _, calls in ranks for _, keys, _ in calls)
+    assert any(keys == 20 for _, calls in ranks for _, keys, _ in calls)

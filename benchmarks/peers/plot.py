@@ -140,7 +140,12 @@ def _line(one: Series, axes: Axes) -> list[str]:
     places = [(axes.across(x), axes.up(y)) for x, y in one.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places]
+    # A dashed system may have one point alone: its dots are rings.
+    fill = "white" if dashes else colour
+    dots = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
+        for x, y in places
+    ]
     return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dashed}/>', *dots]
 
 

@@ -200,8 +200,9 @@ def test_the_comparison_sees_a_deliberate_mistake(mistake: str, pool: Callable[[
     assert error > 10 * TOLERANCE
 
 
-EVERY = 5
-STEPS = 11
+# Two evaluations, and a step after the second.
+EVERY = 2
+STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def train(rank: int, world: int, case: Case, with_evaluation: bool, mistake: boo
             before = {**everything(session), "random numbers": torch.get_rng_state()}
             evaluations.append(session.evaluation.run(batches(case)).loss)
             if mistake:
-                next(iter(session.weights().values())).view(-1)[0] += 1e-6
+                next(iter(session.weights().values())).view(-1)[0] += 1e-4
             after = {**everything(session), "random numbers": torch.get_rng_state()}
             disturbed += [name for name in before if not torch.equal(before[name], after[name])]
             spoil_kv_slots(session)
@@ -253,7 +254,7 @@ def spoil_kv_slots(session: Session) -> None:
 
 @pytest.mark.parametrize("vocab", [False, True], ids=["whole", "vocab"])
 @pytest.mark.parametrize("v", [1, 2])
-def test_an_evaluation_every_5_steps_changes_no_training_loss_by_a_bit(
+def test_an_evaluation_every_other_step_changes_no_training_loss_by_a_bit(
     v: int, vocab: bool, pool: Callable[[int], Pool]
 ) -> None:
     layout = case(pp=2, v=v, n=4, m=2, mask="ragged", vocab_parallel=vocab)

@@ -58,7 +58,7 @@ def compare(rank: int, world: int, layout: Case, swap: str | float, order: Any) 
 LAYOUTS = [
     (case(n=4, m=1), "off", "late"),
     (case(n=4, m=2, v=2, recompute="norms", kv="mha"), "off", "random"),
-    (case(pp=2, n=1, m=3, schedule="1f1b", recompute="mlp"), "off", "late"),
+    (case(pp=2, n=1, m=3, schedule="1f1b", recompute="mlp"), "off", "early"),
     (case(pp=2, n=4, m=1, recompute="mlp"), 1.0, "late"),
     (case(pp=2, n=4, m=2, recompute="full", vocab_parallel=True), 0.5, "random"),
     (case(pp=2, n=4, m=3, v=2, recompute="all_but_attention", vocab_parallel=True, tied=True), 0.7, "late"),
@@ -70,7 +70,6 @@ LAYOUTS = [
     (case(pp=4, n=8, m=2, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), 1.0, "late"),
     # One layer a chunk: the next layer is the same one again.
     (case(pp=4, n=4, m=3, v=2, recompute="mlp"), "off", "late"),
-    (case(pp=4, n=4, m=4, v=2, recompute="full"), "off", "early"),
 ]
 
 
@@ -188,17 +187,21 @@ def test_what_is_left_out_gives_wrong_numbers(broken: Callable[[], AbstractConte
 LONG = case(pp=2, n=8, m=2, recompute="all_but_attention")
 
 
-def auto(budget: float, layout: Case = LONG, **more: Any) -> Any:
-    memory = {"recompute": layout.recompute, "swap": "auto", "gpu_budget_gib": budget, **more}
-    return config_of(layout, memory=memory)
+def long(**memory: Any) -> Any:
+    """Of three layers a rank: with two, of which one is there and the other under way, nothing is saved."""
+    return config_of(LONG, model={"layers": 6}, memory={"recompute": LONG.recompute, **memory})
+
+
+def auto(budget: float, **more: Any) -> Any:
+    return long(swap="auto", gpu_budget_gib=budget, **more)
 
 
 def test_auto_streams_where_activations_are_not_enough() -> None:
     """On the ranks where they are not, and on no other. With budgets within reach of moving activations none does."""
-    plan = make_plan(config_of(LONG))
-    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0})
+    plan = make_plan(long())
+    config = long(swap=1.0)
     everything = Forecast(config, plan_swaps(config, plan, CPU), CPU).memory
-    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0, "kv_swap": "on"})
+    config = long(swap=1.0, kv_swap="on")
     reached = [found.total for found in everything]
     streamed = Forecast(config, plan_swaps(config, plan, CPU), CPU).memory
     saved = [kept.total - found.total for kept, found in zip(everything, streamed, strict=True)]
@@ -210,7 +213,7 @@ def test_auto_streams_where_activations_are_not_enough() -> None:
     one = plan_swaps(auto(between / GIB), plan, CPU)
     assert one.kv is not None and one.swap is not None and one.swap.fits
     assert [one.kv.ranks[rank] for rank in (first, second)] == [False, True]
-    assert Forecast(config_of(LONG), one, CPU).memory[second].total <= between
+    assert Forecast(long(), one, CPU).memory[second].total <= between
     off = plan_swaps(auto(between / GIB, kv_swap="off"), plan, CPU)
     assert off.kv is None and off.swap is not None and not off.swap.fits
 
@@ -218,7 +221,7 @@ def test_auto_streams_where_activations_are_not_enough() -> None:
 def step_on_unlike_devices(rank: int, world: int, sizes: tuple[int, int]) -> tuple[dict[str, Any], Any]:
     """What this rank's own plan moves, and a step's waits and swaps."""
     with mock.patch.object(Forecast, "device_bytes", property(lambda self: sizes[rank])):
-        session = Session(config_of(LONG, memory={"recompute": LONG.recompute, "swap": "auto"}))
+        session = Session(long(swap="auto"))
     metrics = session.train_step(*batch_of(LONG))
     moved = {"units": session.swaps is not None, "keys": session.slot_streams is not None}
     return moved, (metrics.loss, metrics.waits, metrics.swap)
@@ -227,8 +230,8 @@ def step_on_unlike_devices(rank: int, world: int, sizes: tuple[int, int]) -> tup
 @pytest.mark.parametrize("small", [0, 1])
 def test_devices_of_unlike_memory(small: int, pool: Callable[[int], Pool]) -> None:
     """A rank whose device has room for all still takes part in what is collective for those that move."""
-    config = config_of(LONG, memory={"recompute": LONG.recompute, "swap": 1.0})
-    reached = Forecast(config, plan_swaps(config, make_plan(config_of(LONG)), CPU), CPU).memory
+    config = long(swap=1.0)
+    reached = Forecast(config, plan_swaps(config, make_plan(long()), CPU), CPU).memory
     sizes = [GIB, GIB]
     sizes[small] = round(min(found.total for found in reached) * 0.97 / (1 - MARGIN))
     reports = pool(2).run(step_on_unlike_devices, tuple(sizes))
@@ -241,9 +244,9 @@ def test_devices_of_unlike_memory(small: int, pool: Callable[[int], Pool]) -> No
 
 def test_auto_is_nothing_without_a_budget() -> None:
     """With `swap` off or a share, keys and values stay; and on a CPU without a budget all does."""
-    plan = make_plan(config_of(LONG))
+    plan = make_plan(long())
     for swap in ("off", 0.5, "auto"):
-        assert plan_swaps(config_of(LONG, memory={"recompute": LONG.recompute, "swap": swap}), plan, CPU).kv is None
+        assert plan_swaps(long(swap=swap), plan, CPU).kv is None
 
 
 def test_metrics_say_what_streamed() -> None:

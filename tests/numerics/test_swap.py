@@ -44,14 +44,13 @@ def memory(layout: Case, amount: Amount) -> dict[str, Any]:
 
 
 def numbers(session: Session, layout: Case) -> list[Tensor]:
-    """Loss and gradients of two steps, of the losses of an evaluation between them, and of a training step."""
-    found: list[Tensor] = []
-    for _ in range(2):
-        found.append(torch.tensor(session.step_gradients(*batch_of(layout))))
-        found += copies(session.gradients()).values()
-        found.append(session.token_losses(*batch_of(layout)))
-    found.append(torch.tensor(session.train_step(*batch_of(layout)).loss))
-    return found + list(copies(session.weights()).values())
+    """Loss, gradient norm and weights of a training step, the losses of an evaluation after it, and loss and gradients
+    of a second step. Three walks of the plan: a fourth meets nothing that the second step has not met."""
+    step = session.train_step(*batch_of(layout))
+    found = [torch.tensor((step.loss, step.grad_norm)), *copies(session.weights()).values()]
+    found.append(session.token_losses(*batch_of(layout)))
+    found.append(torch.tensor(session.step_gradients(*batch_of(layout))))
+    return found + list(copies(session.gradients()).values())
 
 
 def compare(rank: int, world: int, layout: Case, amount: Amount, order: Any) -> dict[str, Any]:

@@ -32,7 +32,12 @@ from tests.support.cover import Case, all_supported
 from tests.support.pool import Pool
 from tests.support.reference import IGNORED, reference_loss_and_grads, relative_error
 
-CASES = [replace(case, vocab_parallel=True) for case in all_supported() if case.pp > 1 and case.schedule == "slimpipe"]
+# Crossed: p, v, n and m. The vocabulary's passes of m = 2 are the first and the last ones of m = 4.
+CASES = [
+    replace(case, vocab_parallel=True)
+    for case in all_supported()
+    if case.pp > 1 and case.schedule == "slimpipe" and case.m != 2
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -85,11 +85,12 @@ class Case:
 
     @property
     def layer_count(self) -> int:
-        """`even`: the smallest multiple of the stages from 6 up; `uneven`: 7 or 9, which the stages do not divide."""
+        """`even`: the smallest multiple of the stages from 4 up; `uneven`: the smallest odd number from 5 up that the
+        stages do not divide, so that of four stages or more the first has two layers and the others have one."""
         stages = self.pp * self.v
         if self.layers == "even":
-            return -(-6 // stages) * stages
-        return 7 if stages <= 7 and (7 % stages or stages == 1) else 9
+            return -(-4 // stages) * stages
+        return next(layers for layers in (5, 7, 9) if layers >= stages and (layers % stages or stages == 1))
 
     def __str__(self) -> str:
         options = [self.kv, "tied" if self.tied else "untied", f"mask_{self.mask}", f"recompute_{self.recompute}"]

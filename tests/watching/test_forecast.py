@@ -153,7 +153,7 @@ def test_what_a_session_holds_all_the_time(shape: Case, pool: Callable[[int], Po
 def test_activations_of_unequal_chunks() -> None:
     """7 layers as 2, 2, 2, 1 over p 2, v 2: rank 1 has chunks of 2 and 1 layers. With n 4, m 1 it holds all of its 8
     units at once: 4 of each chunk."""
-    config = config_of(case(pp=2, v=2, n=4, m=1, layers="uneven"))
+    config = config_of(case(pp=2, v=2, n=4, m=1), model={"layers": 7})
     terms = forecast(config).memory[1].terms
     # fp32, a token and layer: input 32, q 32, attention output 32 and residual 32, log-sum-exp 4 heads, gate and up 96,
     # norm outputs 64, product 48, two norms' statistics.
@@ -252,7 +252,7 @@ def test_a_chunk_of_the_output_layer() -> None:
 
 
 def test_the_lines_before_the_first_step() -> None:
-    lines = describe(forecast(config_of(case(pp=2, v=2, n=4, m=2)))).splitlines()
+    lines = describe(forecast(config_of(case(pp=2, v=2, n=4, m=2), model={"layers": 8}))).splitlines()
     assert lines[0] == (
         "slimpipe: slimpipe, pp 2, virtual stages 2, slices 4, microbatches 2; cpu, float32, attention plain"
     )

@@ -13,7 +13,7 @@ import pytest
 TINY = """
 model: {layers: 4, hidden_size: 16, heads: 2, intermediate_size: 32, vocab_size: 300, tie_embeddings: true}
 parallel: {pp: 2}
-pipeline: {slices: 4}
+pipeline: {slices: 2}
 optim: {lr: 1.0e-2, warmup_steps: 3}
 """
 

@@ -314,7 +314,7 @@ def test_another_model_is_refused_by_its_key(override: str, line: str, settings:
     [
         "parallel.pp=4",
         "pipeline.virtual_stages=2",
-        "pipeline.slices=2",
+        "pipeline.slices=4",
         "optim.lr=1e-4",
         "train.steps=100",
         "train.dtype=bfloat16",

@@ -17,7 +17,7 @@ from tests.numerics.harness import S, case, config_of, roughen
 from tests.support.cover import Case
 from tests.support.pool import Pool
 
-BEFORE, AFTER = 4, 11
+BEFORE, AFTER = 4, 5
 LAYERS = 5
 OPTIM = {"lr": 3e-3, "min_lr": 1e-3, "eps": 1e-6, "grad_clip": 1.0, "weight_decay": 0.1, "warmup_steps": 2}
 SAVED: dict[str, Any] = {"pp": 2, "v": 1, "n": 4, "m": 2, "micro_batch": 2, "vocab_parallel": True}
@@ -56,14 +56,16 @@ def parts_of(session: Session) -> dict[str, tuple[Tensor, tuple[int, ...], tuple
     return {name: (part.tensor.detach().clone(), part.offsets, part.size) for name, part in session.state().items()}
 
 
-def begin(rank: int, world: int, layout: dict[str, Any], tied: bool, run: Path) -> tuple[list[float], Any]:
+def begin(
+    rank: int, world: int, layout: dict[str, Any], tied: bool, run: Path, after: int = AFTER
+) -> tuple[list[float], Any]:
     """Trains, saves, trains on: the losses since, and the state that was saved."""
     session = session_of(layout, tied)
     roughen(session.weights())
     train(session, BEFORE)
     saved = parts_of(session)
     checkpoint.write(checkpoint.place(run, BEFORE), session.state(), {}, Peers.of_job("test", 60))
-    return train(session, AFTER), saved
+    return train(session, after), saved
 
 
 def go_on(rank: int, world: int, layout: dict[str, Any], tied: bool, run: Path) -> tuple[list[float], Any]:
@@ -125,7 +127,7 @@ def refused(rank: int, world: int, run: Path, model: dict[str, Any]) -> str:
 def test_another_model_is_refused_by_the_first_tensor_that_does_not_fit(
     pool: Callable[[int], Pool], tmp_path: Path
 ) -> None:
-    pool(2).run(begin, SAVED, False, tmp_path)
+    pool(2).run(begin, SAVED, False, tmp_path, 0)
     wider, more = ({"intermediate_size": 64}, {"layers": LAYERS + 1})
     said = pool(2).run(refused, tmp_path, wider)
     assert all("has shape (32, 48), the settings say (32, 64); use the settings it was" in line for line in said), said

@@ -28,6 +28,7 @@ from slimpipe.train import checkpoint
 from slimpipe.train import generate as generation
 from slimpipe.train.planning import make_plan
 from tests.end_to_end.launch import QUICKSTART, Finished, slimpipe
+from tests.support.jobs import Jobs
 from tests.support.reference import IGNORED, LlamaSpec, reference_loss_and_grads
 
 STEPS = 8
@@ -114,11 +115,11 @@ def test_alone_without_torchrun_the_losses_are_the_same(pipelined: Run, plain: R
     assert plain.rows[0]["grad_norm"] == pytest.approx(pipelined.rows[0]["grad_norm"], rel=1e-5)
 
 
-def test_a_finished_run_started_again_changes_nothing(plain: Run) -> None:
+def test_a_finished_run_started_again_changes_nothing(plain: Run, jobs: Jobs) -> None:
     before = (plain.output / "metrics.jsonl").read_bytes()
-    again = slimpipe(*plain.arguments)
-    assert (again.code, again.err) == (0, "")
-    assert again.out == f"{plain.output}: all {STEPS + 1} steps are done; raise train.steps to go on\n"
+    again = jobs.run(*plain.arguments[1:])
+    assert again.wait() == [0]
+    assert again.said == f"{plain.output}: all {STEPS + 1} steps are done; raise train.steps to go on\n"
     assert (plain.output / "metrics.jsonl").read_bytes() == before
 
 

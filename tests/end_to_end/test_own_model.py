@@ -22,8 +22,8 @@ from tests.support.reference import IGNORED, relative_error, rope_tables
 
 NAME = "slimpipe.models.example:ParallelBlocks"
 TOLERANCE = 1e-5
-STEPS = 8
-LAYERS = 8
+STEPS = 5
+LAYERS = 4
 
 MODES = {(1, False): "none", (1, True): "mlp", (2, False): "all_but_attention", (2, True): "full"}
 LAYOUTS = {

@@ -34,10 +34,13 @@ def script(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_the_script_passes_a_signal_on_and_the_success_back(name: str, small: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("SIGTERM", 2), ("SIGINT", 1)])
+def test_the_script_passes_a_signal_on_and_the_success_back(
+    name: str, ranks: int, small: list[str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    job = script(QUICKSTART, *small, "train.steps=100000", "train.device=cpu", f"train.output={run}")
+    keys = ["train.steps=100000", "train.device=cpu", f"parallel.pp={ranks}"]
+    job = script(QUICKSTART, *small, *keys, f"train.output={run}")
     end = time.monotonic() + LIMIT
     while time.monotonic() < end and not ((run / "metrics.jsonl").exists() and len(steps_of(run)) >= 2):
         assert job.poll() is None, job.communicate()[0]
@@ -73,7 +76,8 @@ def test_a_signal_while_torchrun_starts_is_not_lost(small: list[str], tmp_path: 
 
 
 def test_the_script_passes_a_failure_on(small: list[str], tmp_path: Path) -> None:
-    job = script(QUICKSTART, *small, "train.device=cpu", f"train.output={tmp_path}", "model.vocab_size=100")
+    keys = ["train.device=cpu", "parallel.pp=1", "model.vocab_size=100"]
+    job = script(QUICKSTART, *small, *keys, f"train.output={tmp_path}")
     said, _ = job.communicate(timeout=LIMIT)
     assert job.returncode != 0 and "model.vocab_size = 100" in said, said
 

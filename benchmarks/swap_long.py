@@ -3,7 +3,7 @@
     python -m benchmarks.swap_long [--steps 5000]      # rows in benchmarks/results/swap_long.jsonl
 
 A small dense model and a small mixture of experts, with loss scaling, steps that the scaler skips, validation every 100
-steps, a short batch at times and graphs that are dropped. tests/swap/test_long.py runs 200 steps of it.
+steps, a short batch at times and graphs that are dropped. tests/swap/test_long.py runs 120 steps of it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.numerics.harness import S, case, config_of, roughen
 from tests.support.cover import Case
 from tests.support.pool import Pool
 
-BEFORE, AFTER = 4, 5
+BEFORE, AFTER = 4, 3
 LAYERS = 5
 OPTIM = {"lr": 3e-3, "min_lr": 1e-3, "eps": 1e-6, "grad_clip": 1.0, "weight_decay": 0.1, "warmup_steps": 2}
 SAVED: dict[str, Any] = {"pp": 2, "v": 1, "n": 4, "m": 2, "micro_batch": 2, "vocab_parallel": True}

@@ -60,7 +60,7 @@ class Run:
 def train(output: Path, small: list[str], *overrides: str, ranks: int = 1) -> Run:
     # A constant rate, so that the number of steps changes nothing but the number of steps.
     rate = ["optim.schedule=constant", "optim.warmup_steps=0"]
-    arguments = ["train", QUICKSTART, *small, *rate, *overrides, f"train.output={output}"]
+    arguments = ["train", QUICKSTART, *small, "model.layers=4", *rate, *overrides, f"train.output={output}"]
     return Run(output, arguments, slimpipe(*arguments, ranks=ranks))
 
 

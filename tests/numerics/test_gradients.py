@@ -57,11 +57,12 @@ def units_by_formula(case: Case, r: int) -> int:
     return min(most[case.schedule], m * n * v)
 
 
-@pytest.mark.parametrize("case", [case for case in all_supported() if case.pp > 1], ids=str)
+@pytest.mark.parametrize("case", [case for case in all_supported() if case.pp > 1 and case.m != 2], ids=str)
 def test_the_in_order_transport_gives_the_same(
     case: Case, pool: Callable[[int], Pool], reports: Callable[[Case], list[RankReport]]
 ) -> None:
-    """Every plan once more on NCCL's rule, to the bit."""
+    """Plans once more on NCCL's rule, to the bit: every p, v and n with one microbatch and with four. That no plan of
+    any m breaks the rule is for tests/schedule/test_in_order.py."""
     (threads,) = pool(1).run(in_threads, case)
     assert sum(report.loss for report in threads) == reports(case)[0].loss
     if case.tied:

@@ -67,7 +67,7 @@ LAYOUTS = [
     (case(pp=2, n=4, m=2, layers="uneven", recompute="norms"), 1.0, "late"),
     (case(pp=3, n=4, m=2, v=2, recompute="none"), "off", "random"),
     (case(pp=3, n=8, m=2, exchange="pairwise", granule=4, recompute="full", vocab_parallel=True), "off", "random"),
-    (case(pp=4, n=8, m=2, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), 1.0, "late"),
+    (case(pp=4, n=8, m=1, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), 1.0, "late"),
     # One layer a chunk: the next layer is the same one again.
     (case(pp=4, n=4, m=3, v=2, recompute="mlp"), "off", "late"),
 ]

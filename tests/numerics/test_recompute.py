@@ -92,7 +92,8 @@ def kept_bytes(config: Config) -> float:
     session = Session(config)
     stage, engine = session.stages[0], session.engine
     saved: list[Tensor] = []
-    alive_before = {id(x) for x in _tensors()}
+    gc.collect()
+    gc.freeze()  # what there is by now is not looked at
     units = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or t, lambda t: t):
         for index in range(config.shape.n):
@@ -108,8 +109,8 @@ def kept_bytes(config: Config) -> float:
     gc.collect()
     found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     for tensor in _tensors():
-        if id(tensor) not in alive_before:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    gc.unfreeze()
     tokens = config.shape.n * engine.slice_tokens * config.train.micro_batch
     kept = sum(size for pointer, size in found.items() if pointer not in tables | weights)
     slots = sum(x.nbytes for layer in engine.layer_slots[0].values() for x in (layer.k, layer.v) if x is not None)

@@ -96,7 +96,7 @@ LAYOUTS = [
     (case(pp=2, n=4, m=2, layers="uneven", recompute="norms"), "auto", "late"),
     (case(pp=3, n=4, m=2, recompute="none", vocab_parallel=True), 0.5, "random"),
     (case(pp=3, n=4, m=2, v=2, exchange="balanced", granule=4, recompute="full", vocab_parallel=True), 1.0, "late"),
-    (case(pp=4, n=8, m=2, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), "auto", "random"),
+    (case(pp=4, n=8, m=1, exchange="balanced", granule=2, keep="kv", vocab_parallel=True), "auto", "random"),
     (case(pp=4, n=4, m=3, v=2, recompute="mlp"), 1.0, "early"),
 ]
 

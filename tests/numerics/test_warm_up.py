@@ -61,8 +61,8 @@ def met_in_turn(
     """In the warm-ups of training and of evaluation, and in two steps and an evaluation after them.
 
     `bottom_right`: with a backend that takes a slice and the past in front of it in one call. `triton`: with Triton
-    forms, and gradients of keys so laid out; else with the forms that run where Triton's do not. `layers`: of the
-    model, where the case has too few.
+    forms, and gradients of keys so laid out; else with the forms that run where Triton's do not. `layers`: one a
+    chunk, unless said else. Layers that are alike meet the same.
     """
     warm, later = Met([], [], []), Met([], [], [])
     now = warm
@@ -119,7 +119,7 @@ def met_in_turn(
             choose = mock.patch.object(session_module, "choose_attention", lambda *_: (backend, None))
             stack.enter_context(choose)
         more = {} if memory is None else {"memory": {"recompute": case.recompute, **memory}}
-        session = Session(config_of(case, model={"name": model, "layers": layers or case.layer_count}, **more))
+        session = Session(config_of(case, model={"name": model, "layers": layers or case.pp * case.v}, **more))
         tokens, labels = batch_of(case)
         now = later
         for _ in range(2):

@@ -109,7 +109,8 @@ def footprints(
     element = DTYPES[config.train.dtype].itemsize
 
     def scratch(queries: int, keys: int) -> int:
-        return scratch_bytes(backend, queries, keys, model.heads, model.kv_heads, model.head_dim, element, batch)
+        sizes = model.heads, model.kv_heads, model.head_dim
+        return scratch_bytes(backend, queries, keys, *sizes, element, batch, config.train.deterministic)
 
     return Footprints(
         config,

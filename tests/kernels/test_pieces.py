@@ -14,6 +14,8 @@ from torch import Tensor
 from slimpipe.kernels.attention import pieces
 from slimpipe.kernels.attention.pieces import InPieces, bytes_per_key, most_keys, scratch_bytes
 from slimpipe.train import session as session_module
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen
 from tests.support.cover import Case
@@ -92,12 +94,42 @@ def test_a_kernels_bytes() -> None:
     assert f"{whole / 2**30:.2f}" == "4.19"
     assert most_keys(16384) == 65536
     assert scratch_bytes("cudnn", 8192, 266_240, **LLAMA_8B) == 2**30 + 4 * 8192 * 4096
-    assert scratch_bytes("cudnn", 8192, 1024, **LLAMA_8B) == 16384 * 1024 + 4 * 8192 * 4096
-    assert scratch_bytes("flash4", 8192, 1024, **LLAMA_8B) == 8192 * 1024 + 4 * 8192 * 4096
+    assert scratch_bytes("cudnn", 8192, 10240, **LLAMA_8B) == 16384 * 10240 + 4 * 8192 * 4096
+    assert scratch_bytes("flash4", 8192, 10240, **LLAMA_8B) == 8192 * 10240 + 4 * 8192 * 4096
     # One key head a query head: the gradients come as they are.
     assert bytes_per_key("cudnn", 32, 32, 128, 2) == 0 and most_keys(0) is None
     assert scratch_bytes("cudnn", 8192, 266_240, 32, 32, 128) == 4 * 8192 * 4096
     assert scratch_bytes("plain", 8192, 266_240, **LLAMA_8B) == 0
+    # The queries' own keys are one call, however many: 2 GiB of a sequence of 128K that is not cut.
+    assert scratch_bytes("cudnn", 131072, 131072, **LLAMA_8B) == 16384 * 131072 + 4 * 131072 * 4096
+    assert scratch_bytes("cudnn", 8192, 8192, **LLAMA_8B, batch=8) == 8 * (16384 * 8192 + 4 * 8192 * 4096)
+    # FlashAttention-2 adds dQ up in ceil(132 / 32) parts where it must be deterministic.
+    kept = scratch_bytes("flash", 8192, 8192, **LLAMA_8B)
+    assert scratch_bytes("flash", 8192, 8192, **LLAMA_8B, deterministic=True) == kept + 4 * (4 * 8192 * 4096)
+    assert scratch_bytes("flash", 8192, 8192, **LLAMA_8B, batch=8, deterministic=True) == 8 * kept
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 20), (20, 0), (12, 30)])
+def test_what_is_said_of_a_backward_is_what_its_calls_take(queries: int, keys: int) -> None:
+    backend, width, heads = Counted(), 8, 4
+    q = torch.zeros(1, queries, heads, width, dtype=torch.float64)
+    with few_keys(10):
+        for length, causal in ((queries, True), (keys, False)):
+            k = torch.zeros(1, length, 2, width, dtype=torch.float64)
+            if length:
+                InPieces(backend).backward(q, q, k, k, *backend.forward(q, k, k, causal=causal), causal)
+        found = scratch_bytes("cudnn", queries, max(queries, keys), heads, 2, width, element=8)
+    longest = max(length for _, length, _ in backend.calls)
+    assert found == 2 * width * heads * 8 * longest + 4 * queries * heads * width
+
+
+def test_the_forecast_knows_of_deterministic_kernels() -> None:
+    def forecast(deterministic: bool) -> int:
+        settings = {"dtype": "bfloat16", "device": "cuda", "attention": "flash", "deterministic": deterministic}
+        config = config_of(case(n=2, m=1), train=settings)
+        return Forecast(config, make_plan(config), torch.device("cpu")).memory[0].terms["working set"]
+
+    assert forecast(True) > forecast(False)
 
 
 def run(rank: int, world: int, case: Case) -> tuple[RankReport, set[tuple[int, int, bool]]]:

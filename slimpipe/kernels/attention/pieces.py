@@ -21,6 +21,8 @@ MOST_BYTES: Final = 2**30
 STEP: Final = 1024
 """Pieces are a multiple of so many keys long."""
 _BY_QUERY_HEAD: Final = ("cudnn", "flash", "flash2")
+_MULTIPROCESSORS: Final = 132
+"""Of an H100 or H200."""
 
 
 def bytes_per_key(name: str, heads: int, kv_heads: int, width: int, element: int) -> int:
@@ -36,16 +38,32 @@ def most_keys(per_key: int) -> int | None:
     return max(STEP, MOST_BYTES // per_key // STEP * STEP) if per_key else None
 
 
+def sums_of_dq(name: str, heads: int, batch: int, deterministic: bool) -> int:
+    """How many dQ in fp32 a backward adds up. FlashAttention-2 has one a thread block of those that share a head where
+    it must be deterministic, 5 of 32 heads."""
+    return -(-_MULTIPROCESSORS // (batch * heads)) if name == "flash" and deterministic else 1
+
+
 def scratch_bytes(
-    name: str, queries: int, keys: int, heads: int, kv_heads: int, width: int, element: int = 2, batch: int = 1
+    name: str,
+    queries: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    element: int = 2,
+    batch: int = 1,
+    deterministic: bool = False,
 ) -> int:
-    """What a backward of `queries` over `keys` takes beside its results, in calls of `InPieces`: the gradients above,
-    and dQ in fp32. Of `plain` nothing is counted."""
+    """What the backwards of `queries` over themselves and up to `keys` take beside their results, in calls of
+    `InPieces`: the gradients above, and dQ in fp32. Of `plain` nothing is counted."""
     if name == "plain":
         return 0
     per_key = batch * bytes_per_key(name, heads, kv_heads, width, element)
     most = most_keys(per_key)
-    return per_key * (keys if most is None else min(keys, most)) + 4 * batch * queries * heads * width
+    # The queries' own keys are not cut.
+    at_once = max(queries, keys if most is None else min(keys, most))
+    return per_key * at_once + sums_of_dq(name, heads, batch, deterministic) * 4 * batch * queries * heads * width
 
 
 class InPieces:

@@ -204,9 +204,10 @@ def measure(operation: Operation, rate: float) -> dict[str, Any]:
         "compiled": lambda: form.compiled(*arguments),
     }
     kernel = form.triton
-    if kernel is not None and kernel.fits(*arguments):
-        calls["triton"] = lambda: kernel.run(*arguments)
     with torch.no_grad():
+        # As the form itself chooses: where gradients are recorded a kernel fits nothing that wants one.
+        if kernel is not None and kernel.fits(*arguments):
+            calls["triton"] = lambda: kernel.run(*arguments)
         row |= {f"{name}_us": microseconds(call) for name, call in calls.items()}
         row |= {f"{name}_host_us": host_microseconds(calls[name]) for name in ("plain", "compiled")}
         row["runs"] = next(name for name in form.on_gpus if name in calls)

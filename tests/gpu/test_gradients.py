@@ -74,7 +74,6 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def rank_gradients(rank: int, world: int, store: str, configs: list[Config], out: str) -> None:
     """One rank over NCCL; leaves its loss and gradients under each config in a file."""
-    faulthandler.dump_traceback_later(150, exit=True)
     prepare_process(configs[0])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -83,6 +82,7 @@ def rank_gradients(rank: int, world: int, store: str, configs: list[Config], out
             "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
         )
     for number, config in enumerate(configs):
+        faulthandler.dump_traceback_later(150, exit=True)
         session = Session(config, Carrier(device))
         loss = session.step_gradients(*batch())
         gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}

@@ -1,4 +1,4 @@
-"""`slimpipe train | generate | convert | report | doctor | calibrate | data | simulate | draw`.
+"""`slimpipe train | generate | convert | report | doctor | calibrate | plan | data | simulate | draw`.
 
 What the user got wrong is told in one clear line on stderr, exit code 2, before any process group starts; under
 torchrun by one process a node. torch is imported by the commands that need it: schedules are simulated and drawn
@@ -17,6 +17,7 @@ import typer
 
 from slimpipe.calibrate.command import calibrate
 from slimpipe.cli_data import data_app
+from slimpipe.cli_plan import plan
 from slimpipe.cli_schedule import draw, simulate
 from slimpipe.config import ConfigError, check_output, check_world, job_size, load_config
 from slimpipe.doctor.command import doctor
@@ -105,6 +106,7 @@ def generate(
 
 app.command()(doctor)
 app.command()(calibrate)
+app.command()(plan)
 
 
 @app.command()

@@ -1,0 +1,157 @@
+"""The search for a configuration (`slimpipe plan`): settings that fit into memory, by their step on paper.
+
+Slices, virtual stages, recomputation, exchange and swap are tried together; model, sequence, batch and ranks are given.
+Each candidate is the plan that a run would make, proven sound, with the run's own forecast of memory; its step is
+simulated at a hardware profile's rates (`slimpipe.plan.predict`), without optimizer and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, get_args
+
+import torch
+
+from slimpipe.config import ConfigError, Recompute
+from slimpipe.plan.flops import step_flops
+from slimpipe.plan.hardware import HardwareProfile
+from slimpipe.plan.peaks import peak_tflops
+from slimpipe.plan.predict import predict
+from slimpipe.plan.swap import host_link
+from slimpipe.schedule import PlanError
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
+from slimpipe.train.swapping import plan_swaps
+
+if TYPE_CHECKING:
+    from slimpipe.config import Config
+
+KEYS: Final = (
+    "pipeline.slices",
+    "pipeline.virtual_stages",
+    "pipeline.exchange",
+    "memory.recompute",
+    "memory.swap",
+)
+"""What is searched."""
+SHORTEST: Final = 1024
+"""Tokens of the shortest slices that are tried, but for two a rank."""
+MOST_STAGES: Final = 8
+MOST_UNITS: Final = 4096
+"""Of a rank in a step: more make a plan that takes many seconds."""
+ROOM: Final = 0.05
+"""Of a device's memory, left for its context and what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Settings that fit, in the order of KEYS. `seconds`: a step on paper; `idle`: share of it, mean of the ranks;
+    bytes: of the fullest rank; `waits`: seconds that compute waits for swaps."""
+
+    overrides: tuple[str, ...]
+    config: Config
+    seconds: float
+    idle: float
+    mfu: float | None
+    gpu_bytes: int
+    host_bytes: int
+    waits: float
+
+
+@dataclass(frozen=True)
+class Least:
+    """The settings that would need the least memory, where none fits."""
+
+    overrides: tuple[str, ...]
+    gpu_bytes: int
+
+
+class Search:
+    """`make`: the run's settings under overrides such as `pipeline.slices=8`. `device_bytes`: of one GPU's memory.
+    `keep`: those of KEYS that stay as they are."""
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[str]], Config],
+        hardware: HardwareProfile,
+        device_bytes: int,
+        keep: Sequence[str] = (),
+    ) -> None:
+        self._make, self._hardware, self._device_bytes, self._keep = make, hardware, device_bytes, set(keep)
+        self.base = make(())
+        self.least: Least | None = None
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(slices, virtual stages) to try."""
+        config = self.base
+        length, p, layers = config.data.sequence_length, config.parallel.pp, config.model.layers
+        slices = [n for n in range(1, length + 1) if length % n == 0 and (length // n >= SHORTEST or n <= 2 * p)]
+        stages = [v for v in range(1, MOST_STAGES + 1) if layers % (p * v) == 0]
+        if "pipeline.slices" in self._keep:
+            slices = [config.pipeline.slices]
+        if "pipeline.virtual_stages" in self._keep:
+            stages = [config.pipeline.virtual_stages]
+        return [(n, v) for n in slices for v in stages if n * v * config.shape.m <= MOST_UNITS]
+
+    def of_shape(self, slices: int, stages: int) -> Iterator[Found]:
+        """The settings of one shape that may be the fastest: from nothing recomputed on, to the first mode that fits
+        and waits for no copies, for what a mode makes again is time."""
+        for mode in self._values("memory.recompute", get_args(Recompute)):
+            found = self._first_that_fits(slices, stages, mode)
+            if found is not None:
+                yield found
+                if found.waits <= 1e-3 * found.seconds:
+                    return
+
+    def _values(self, key: str, values: Sequence[str]) -> Sequence[str]:
+        section, name = key.split(".")
+        return [getattr(getattr(self.base, section), name)] if key in self._keep else values
+
+    def _first_that_fits(self, slices: int, stages: int, mode: str) -> Found | None:
+        """Without swap, if need be without exchange, whose buffers take memory; then with swap."""
+        exchanges = self._values("pipeline.exchange", ("balanced", "off") if self.base.parallel.pp > 1 else ("off",))
+        for swap in self._values("memory.swap", ("off", "auto")):
+            for exchange in exchanges if swap == "off" else exchanges[:1]:
+                values = (slices, stages, exchange, mode, swap)
+                found = self._try(tuple(f"{key}={value}" for key, value in zip(KEYS, values, strict=True)))
+                if found is not None:
+                    return found
+        return None
+
+    def _try(self, overrides: tuple[str, ...]) -> Found | None:
+        """None where the settings do not go together, or do not fit."""
+        device = torch.device("cuda", 0)
+        try:
+            config = self._make(overrides)
+            planned = plan_swaps(config, make_plan(config), device, assumed_bytes=self._device_bytes)
+        except (ConfigError, PlanError):
+            return None
+        if config.pipeline.exchange != "off" and planned.exchange is None:
+            overrides = tuple("pipeline.exchange=off" if one.startswith(KEYS[2]) else one for one in overrides)
+        if config.memory.swap == "auto" and not planned.moves:
+            overrides = tuple("memory.swap=off" if one.startswith(KEYS[4]) else one for one in overrides)
+        most = max(memory.total for memory in Forecast(config, planned, device, self._device_bytes).memory)
+        if self.least is None or most < self.least.gpu_bytes:
+            self.least = Least(overrides, most)
+        if most > (1 - ROOM) * self._device_bytes:
+            return None
+        links = planned.host_links(host_link(self._hardware))
+        timeline = predict(config, planned.plan, planned.exchange, self._hardware, links)
+        return Found(
+            overrides,
+            config,
+            timeline.makespan,
+            timeline.bubble_fraction,
+            self._mfu(config, timeline.makespan),
+            most,
+            max(map(planned.host_bytes, range(config.shape.p))),
+            max((*planned.swap_waits, *planned.kv_waits, 0.0)),
+        )
+
+    def _mfu(self, config: Config, seconds: float) -> float | None:
+        peak = peak_tflops(self._hardware.name, config.train.dtype)
+        if peak is None:
+            return None
+        flops = step_flops(config.model, config.data.sequence_length, config.train.global_batch)
+        return flops / seconds / (config.parallel.world_size * peak * 1e12)

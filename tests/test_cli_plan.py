@@ -1,0 +1,147 @@
+"""`slimpipe plan`: the search finds what trying everything finds, and what is wrong with a question is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from slimpipe.cli import app
+from slimpipe.config import ConfigError, Recompute, load_config
+from slimpipe.plan.hardware_file import load_hardware
+from slimpipe.plan.predict import predict
+from slimpipe.plan.swap import host_link
+from slimpipe.schedule import PlanError
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
+from slimpipe.train.search import KEYS, ROOM, Found, Search
+from slimpipe.train.swapping import plan_swaps
+from tests.end_to_end.launch import ROOT
+
+HARDWARE = ROOT / "configs/hardware/h200.yaml"
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "layers": 4,
+        "hidden_size": 1024,
+        "heads": 8,
+        "kv_heads": 2,
+        "intermediate_size": 2816,
+        "vocab_size": 1024,
+    },
+    "parallel": {"pp": 2},
+    "pipeline": {"hardware": str(HARDWARE)},
+    "data": {"corpus": "python_stdlib", "sequence_length": 4096},
+    "train": {"steps": 1, "output": "unused", "global_batch": 2, "dtype": "bfloat16"},
+}
+MIB = 2**20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+    return file
+
+
+def everything(make: Any, device_bytes: int) -> list[tuple[float, tuple[str, ...]]]:
+    """(seconds, overrides) of all settings that fit, by trying each."""
+    hardware, device, found = load_hardware(HARDWARE), torch.device("cuda", 0), []
+    values = ((1, 2, 4), (1,), ("off", "balanced"), get_args(Recompute), ("off", "auto"))
+    for chosen in itertools.product(*values):
+        overrides = tuple(f"{key}={value}" for key, value in zip(KEYS, chosen, strict=True))
+        try:
+            config = make(overrides)
+            planned = plan_swaps(config, make_plan(config), device, assumed_bytes=device_bytes)
+        except (ConfigError, PlanError):
+            continue
+        memory = Forecast(config, planned, device, device_bytes).memory
+        if max(rank.total for rank in memory) <= (1 - ROOM) * device_bytes:
+            links = planned.host_links(host_link(hardware))
+            seconds = predict(config, planned.plan, planned.exchange, hardware, links).makespan
+            found.append((seconds, overrides))
+    return sorted(found)
+
+
+def searched(path: Path, mib: int, keep: Sequence[str] = ()) -> Search:
+    return Search(lambda overrides: load_config(path, overrides), load_hardware(HARDWARE), mib * MIB, keep)
+
+
+def all_of(search: Search) -> list[Found]:
+    return sorted((one for shape in search.shapes() for one in search.of_shape(*shape)), key=lambda one: one.seconds)
+
+
+@pytest.mark.parametrize(("mib", "swap"), [(4096, "off"), (640, "auto")])
+def test_it_finds_what_trying_everything_finds(mib: int, swap: str, path: Path) -> None:
+    """Where all settings fit, and where only a few with swap do."""
+    search = searched(path, mib, keep=["pipeline.virtual_stages"])
+    assert search.shapes() == [(1, 1), (2, 1), (4, 1)]
+    found, tried = all_of(search), everything(lambda overrides: load_config(path, overrides), mib * MIB)
+    assert found[0].seconds == pytest.approx(tried[0][0], rel=1e-3)
+    assert f"memory.swap={swap}" in found[0].overrides
+    assert all(one.gpu_bytes <= (1 - ROOM) * mib * MIB for one in found)
+    assert len(found) < len(tried)
+
+
+def test_what_it_tries(path: Path) -> None:
+    """Slices of 1024 tokens and more, stages into which the layers divide; what is kept, alone."""
+    assert searched(path, 4096).shapes() == [(n, v) for n in (1, 2, 4) for v in (1, 2)]
+    kept = searched(path, 4096, keep=["pipeline.slices", "memory.recompute", "pipeline.exchange", "memory.swap"])
+    assert kept.shapes() == [(1, 1), (1, 2)]
+    (one,) = kept.of_shape(1, 1)
+    assert one.overrides == (
+        "pipeline.slices=1",
+        "pipeline.virtual_stages=1",
+        "pipeline.exchange=off",
+        "memory.recompute=none",
+        "memory.swap=off",
+    )
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command(path: Path, tmp_path: Path) -> None:
+    written = tmp_path / "fastest.yaml"
+    keep = ["--keep", "pipeline.virtual_stages", "--keep", "pipeline.exchange"]
+    result = run(str(path), "--gpu-memory", "4", *keep, "--top", "2", "-o", str(written))
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if "none" in line and "The fastest" not in line]
+    assert len(rows) == 2
+    (fastest,) = (line for line in result.stdout.splitlines() if line.startswith("The fastest: "))
+    overrides = fastest.removeprefix("The fastest: ").split()
+    assert load_config(written) == load_config(path, overrides)
+    assert rows[0].split()[0] == overrides[0].removeprefix("pipeline.slices=")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu-memory", "0"], "--gpu-memory = 0.0: must be a number > 0, in GiB"),
+        (["--keep", "optim.lr"], "--keep = optim.lr: must be one of pipeline.slices, "),
+        (["pipeline.hardware=null"], "--hardware: needed for rates; give configs/hardware/h200.yaml"),
+        (["pipeline.schedule=1f1b"], "pipeline.schedule = 1f1b: plan searches settings of slimpipe's alone"),
+        (["--gpu-memory", "0.1"], "nothing fits: pipeline.slices="),
+        (["--gpu-memory", "4", "-o", "{path}"], "exists; name another file, or remove it"),
+        (["parallel.pp=3"], "parallel.pp = 3: 4 layers cannot be cut into equal stages"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(arguments: list[str], said: str, path: Path) -> None:
+    given = [argument.replace("{path}", str(path)) for argument in arguments]
+    memory = [] if "--gpu-memory" in given else ["--gpu-memory", "4"]
+    result = run(str(path), *given, *memory, "--keep", "pipeline.virtual_stages")
+    assert result.exit_code == 2
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_machine_without_a_gpu_needs_to_be_told_one(path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    result = run(str(path))
+    assert result.exit_code == 2 and "--gpu-memory: needed where there is no GPU" in result.stderr

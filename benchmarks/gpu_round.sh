@@ -19,14 +19,20 @@ part() {
     pipeline-swap) # 4: activations, keys and values in host memory at 64K
       "$python" -m benchmarks.pipeline --steps 3 --only 64k-n16-vocab 64k-n16-swap-0.8 64k-n16-swap-auto 64k-n16-kv ;;
     long) # 12: contexts that fit no other way; a step of 512K takes over two minutes
-      "$python" -m benchmarks.pipeline --steps 2 --limit 580 --only 256k-n16-mlp-swap-auto 512k-n32-swap-auto 512k-n32-kv-auto ;;
+      "$python" -m benchmarks.pipeline --steps 1 --limit 580 --only 512k-n32-balanced-swap-auto 512k-n64-full \
+        256k-n16-mlp-swap-auto 512k-n32-kv-auto ;;
     kernels) # 3, one GPU: fused operations, weight gradients of several slices, how short a slice may be
       "$python" -m benchmarks.fused
       "$python" -m benchmarks.weight_grad
       "$python" -m benchmarks.host_overhead ;;
     attention) # 5: backends by shape, and flash-attn 4 in the pipeline, where it is installed
       "$python" -m benchmarks.attention
-      "$python" -m benchmarks.pipeline --steps 3 --only 64k-n16-balanced 64k-n16-flash4 ;;
+      "$python" -m benchmarks.pipeline --steps 3 --carrier symmetric --collectives symmetric \
+        --only 64k-n4-v4-none-balanced 64k-n4-v4-none-balanced-flash4 64k-n16-flash4 ;;
+    stages) # 4: slices twice and four times as long, and as many stages a rank more
+      "$python" -m benchmarks.pipeline --steps 3 --carrier symmetric --collectives symmetric --only \
+        16k-n4-v2-none-balanced 16k-n2-v4-none-balanced 64k-n16-v2-none-balanced 64k-n8-v2-none-balanced \
+        128k-n8-v2-mlp-balanced 128k-n8-v2-norms-balanced-swap-auto 128k-n8-v2-norms-balanced-swap-auto-flash4 ;;
     recompute) # 9: every mode
       "$python" -m benchmarks.recompute
       "$python" -m benchmarks.recompute --length 131072
@@ -52,7 +58,7 @@ part() {
   esac
 }
 
-PARTS="build tests swap pipeline-swap long kernels attention recompute slices allocations carriers peers scale"
+PARTS="build tests swap pipeline-swap long kernels attention stages recompute slices allocations carriers peers scale"
 status=0
 for name in ${*:-$PARTS}; do
   echo "== $(date +%T) $name"

@@ -372,9 +372,20 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
 
 
 def surprises(on_gpu: bool) -> dict[str, int]:
-    """Counts so far of what a step should have none of: functions compiled, memory asked of the driver."""
+    """Counts so far of what a step should have none of: functions compiled, by torch's compiler or Triton, and memory
+    asked of the driver."""
     allocations = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
-    return {"compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"], "device_allocs": allocations}
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] + triton_codes()
+    return {"compiled": compiled, "device_allocs": allocations}
+
+
+def triton_codes() -> int:
+    """How many codes of slimpipe's own Triton kernels this process has."""
+    found = [module for name, module in sys.modules.items() if name.startswith("slimpipe.kernels.triton.")]
+    kernels = {
+        id(value): value for module in found for value in vars(module).values() if hasattr(value, "device_caches")
+    }
+    return sum(len(codes) for kernel in kernels.values() for codes, *_ in kernel.device_caches.values())
 
 
 def prediction(config: Config, session: Session) -> dict[str, float]:

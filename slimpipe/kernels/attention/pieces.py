@@ -56,14 +56,18 @@ def scratch_bytes(
     deterministic: bool = False,
 ) -> int:
     """What the backwards of `queries` over themselves and up to `keys` take beside their results, in calls of
-    `InPieces`: the gradients above, and dQ in fp32. Of `plain` nothing is counted."""
+    `InPieces`: the gradients above, and dQ in fp32; where keys are cut also dK and dV of one piece, and the sum of dQ.
+    Of `plain` nothing is counted."""
     if name == "plain":
         return 0
     per_key = batch * bytes_per_key(name, heads, kv_heads, width, element)
-    most = most_keys(per_key)
-    # The queries' own keys are not cut.
-    at_once = max(queries, keys if most is None else min(keys, most))
-    return per_key * at_once + sums_of_dq(name, heads, batch, deterministic) * 4 * batch * queries * heads * width
+    most, dq = most_keys(per_key), 4 * batch * queries * heads * width
+    found = per_key * queries  # its own keys are not cut
+    if most is None or keys <= max(most, queries):
+        found = max(found, per_key * keys)
+    else:
+        found = max(found, (per_key + 2 * batch * kv_heads * width * element) * most + dq)
+    return found + sums_of_dq(name, heads, batch, deterministic) * dq
 
 
 class InPieces:

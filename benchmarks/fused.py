@@ -91,6 +91,15 @@ def operations() -> dict[str, Callable[[], Operation]]:
         liger = _liger_backward("rms_norm.LigerRMSNormFunction", g, x, weight, 1e-5, 0.0, "llama", False)
         return Operation(norm.rms_norm_backward, (g, x, rstd, weight), 3 * nbytes(x), liger)
 
+    def add_norm_forward() -> Operation:
+        x, delta, weight = noise(1, TOKENS, HIDDEN), noise(1, TOKENS, HIDDEN), noise(HIDDEN)
+        return Operation(norm.add_rms_norm_forward, (x, delta, weight, 1e-5), 4 * nbytes(x))
+
+    def norm_and_residual_backward() -> Operation:
+        x, g, beside, weight = *(noise(1, TOKENS, HIDDEN) for _ in range(3)), noise(HIDDEN)
+        rstd = noise(1, TOKENS, 1, dtype=torch.float32).abs()
+        return Operation(norm.rms_norm_backward, (g, x, rstd, weight, beside), 4 * nbytes(x))
+
     def swiglu_forward() -> Operation:
         both = noise(1, TOKENS, 2 * INTERMEDIATE)
         gate, up = noise(1, TOKENS, INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
@@ -148,6 +157,8 @@ def operations() -> dict[str, Callable[[], Operation]]:
     return {
         "RMSNorm forward": norm_forward,
         "RMSNorm backward": norm_backward,
+        "add and RMSNorm forward": add_norm_forward,
+        "RMSNorm backward and the residual's gradient": norm_and_residual_backward,
         "SwiGLU forward": swiglu_forward,
         "SwiGLU backward": swiglu_backward,
         "RoPE, Q and K": rotate,

@@ -25,6 +25,8 @@ Form = Literal["triton", "compiled", "plain"]
 ON_GPUS: Final[Mapping[str, Sequence[Form]]] = MappingProxyType(
     {
         "rms_norm_backward": ("triton", "compiled"),
+        # Compiled, the norm would be that of a sum that is not rounded.
+        "add_rms_norm_forward": ("triton", "plain"),
         "_merge_into": ("triton", "compiled"),
         # Its lengths are those of all pasts, and the compiler would make code for each.
         "add_pairs": ("triton", "plain"),

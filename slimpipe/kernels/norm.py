@@ -1,7 +1,9 @@
-"""RMSNorm, alone and in front of a linear layer.
+"""RMSNorm, alone and in front of a linear layer; with the residual addition before it.
 
 `norm_linear` exists for `memory.recompute: norms` (docs/recompute.md): the linear's weight gradient needs the
-normalised input, which one cheap pass makes again from the input and one number a row.
+normalised input, which one cheap pass makes again from the input and one number a row. `add_norm_linear` takes the
+residual stream too: what is added to it comes in with the norm's forward, and its gradient with the norm's backward,
+each in one pass over memory.
 """
 
 from __future__ import annotations
@@ -23,6 +25,16 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return (wide * rstd * upcast(weight)).to(x.dtype), rstd
 
 
+@fused_or_triton("slimpipe.kernels.triton.add_norm")
+def add_rms_norm_forward(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x and delta [.., H] -> (h = x + delta, and `rms_norm_forward` of it).
+
+    The norm is that of h as it is rounded, from which a backward makes it again.
+    """
+    h = x + delta
+    return h, *rms_norm_forward.plain(h, weight, eps)
+
+
 @fused
 def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     """y once more from what is saved; bit for bit what `rms_norm_forward` gave."""
@@ -30,11 +42,18 @@ def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
 
 
 @fused_or_triton("slimpipe.kernels.triton.norm")
-def rms_norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx [.., H] in x's dtype, dweight [H] in fp32)."""
+def rms_norm_backward(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx [.., H] in x's dtype, dweight [H] in fp32).
+
+    `beside` [.., H]: a gradient that x has from elsewhere, added to dx before that is rounded.
+    """
     wide_g, hat = upcast(g), upcast(x) * rstd
     scaled = wide_g * upcast(weight)
     dx = (scaled - hat * (scaled * hat).mean(-1, keepdim=True)) * rstd
+    if beside is not None:
+        dx = dx + beside
     dweight = (wide_g * hat).flatten(0, -2).sum(0)
     return dx.to(x.dtype), dweight
 
@@ -54,30 +73,49 @@ class _RMSNorm(torch.autograd.Function):
         return dx, vector_gradient(ctx.acc, dweight, weight.dtype), None
 
 
-class _NormLinear(torch.autograd.Function):
+def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, and `rms_norm_forward` of it): h = x + delta, or x, as an autograd Function can return it."""
+    if delta is None:
+        # Not a view: where no gradients are recorded that would say it requires one, and have no graph.
+        return x.detach(), *rms_norm_forward(x, weight, eps)
+    return add_rms_norm_forward(x, delta, weight, eps)
+
+
+class _AddNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, keep: bool, rows: int | None
-    ) -> Tensor:
-        y, rstd = rms_norm_forward(x, norm_weight, eps)
-        ctx.save_for_backward(x, rstd, norm_weight, weight, y if keep else None)
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm_weight: Tensor,
+        weight: Tensor,
+        eps: float,
+        keep: bool,
+        rows: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        h, y, rstd = add_and_norm(x, delta, norm_weight, eps)
+        ctx.save_for_backward(h, rstd, norm_weight, weight, y if keep else None)
         ctx.norm_acc, ctx.acc = main_grad(norm_weight), main_grad(weight)
+        ctx.set_materialize_grads(False)
         if rows is None:
-            return y @ weight.T
+            return y @ weight.T, h
         out = y.new_empty(*y.shape[:-1], weight.shape[0])
         torch.mm(y.flatten(0, -2), weight[:rows].T, out=out.flatten(0, -2)[:, :rows])
         out[..., rows:].zero_()
-        return out
+        return out, h
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, rstd, norm_weight, weight, y = ctx.saved_tensors
-        if y is None:
-            y = rms_norm_again(x, rstd, norm_weight)
-        dw = matrix_gradient(ctx.acc, g, y)
-        del y
-        dx, dnorm = rms_norm_backward(g @ weight, x, rstd, norm_weight)
-        return dx, vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype), dw, None, None, None
+    def backward(ctx: Any, g: Tensor | None, beside: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, rstd, norm_weight, weight, y = ctx.saved_tensors
+        dh, dnorm, dw = beside, None, None
+        if g is not None:
+            if y is None:
+                y = rms_norm_again(h, rstd, norm_weight)
+            dw = matrix_gradient(ctx.acc, g, y)
+            del y
+            dh, dnorm = rms_norm_backward(g @ weight, h, rstd, norm_weight, beside)
+            dnorm = vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype)
+        return dh, dh if ctx.needs_input_grad[1] else None, dnorm, dw, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,4 +132,20 @@ def norm_linear(
     only so many outputs are computed and the others are zero, whatever gradients come for them: for a run that is made
     for its backward alone, where the others' values are not read.
     """
-    return _NormLinear.apply(x, norm_weight, weight, eps, not recompute, rows)
+    return add_norm_linear(x, None, norm_weight, weight, eps, recompute, rows)[0]
+
+
+def add_norm_linear(
+    x: Tensor,
+    delta: Tensor | None,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    recompute: bool,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(`norm_linear` of h, h), where h = x + delta [.., H], or x itself without a delta.
+
+    The residual stream goes on with h, whose gradient the norm's backward takes up. h must not be changed in place.
+    """
+    return _AddNormLinear.apply(x, delta, norm_weight, weight, eps, not recompute, rows)

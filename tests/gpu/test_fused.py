@@ -30,6 +30,10 @@ def cases() -> dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]]:
         "norm forward": (norm.rms_norm_forward, lambda: (noise(*x), noise(*w), 1e-5)),
         "norm again": (norm.rms_norm_again, lambda: (noise(*x), rstd(), noise(*w))),
         "norm backward": (norm.rms_norm_backward, lambda: (noise(*g), noise(*x), rstd(), noise(*w))),
+        "norm and residual backward": (
+            norm.rms_norm_backward,
+            lambda: (noise(*g), noise(*x), rstd(), noise(*w), noise(512, *w)[None]),
+        ),
         "swiglu forward": (swiglu.swiglu_forward, lambda: (noise(1, 512, 2048),)),
         "rope": (rope.rotate, lambda: (noise(1, 512, 8, 128), angles.cos().cuda(), angles.sin().cuda())),
         "cross-entropy statistics": (
@@ -75,11 +79,14 @@ def test_the_backward_of_swiglu_compiled_equals_plain() -> None:
 NORMS = [(1, 512, 1024), (1, 777, 4096), (2, 300, 32, 128), (1, 64, 5120), (1, 300, 8192), (1, 40, 16384), (3, 130)]
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", NORMS, ids=str)
-def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype, beside: bool) -> None:
     g, x = noise(*shape, dtype=dtype), noise(*shape[:-1], shape[-1] + 1, dtype=dtype)[..., 1:].contiguous()
-    arguments = (g, x, noise(*shape[:-1], 1, dtype=torch.float32).abs(), noise(shape[-1], dtype=dtype))
+    arguments = [g, x, noise(*shape[:-1], 1, dtype=torch.float32).abs(), noise(shape[-1], dtype=dtype)]
+    if beside:
+        arguments.append(noise(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., 2:].contiguous())
     dx, dweight = by_triton(norm.rms_norm_backward, *arguments)
     exact_dx, exact_dweight = norm.rms_norm_backward.plain(*(tensor.double() for tensor in arguments))
     plain_dx, _ = norm.rms_norm_backward.plain(*arguments)
@@ -89,6 +96,22 @@ def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype
     assert off(dweight, exact_dweight) <= 1e-6
     again = by_triton(norm.rms_norm_backward, *arguments)
     assert torch.equal(again[0], dx) and torch.equal(again[1], dweight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norm_of_a_sum_by_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, delta = noise(*shape, dtype=dtype), noise(*shape[:-1], shape[-1] + 1, dtype=dtype)[..., 1:].contiguous()
+    weight = noise(shape[-1], dtype=dtype)
+    h, y, rstd = by_triton(norm.add_rms_norm_forward, x, delta, weight, 1e-5)
+    assert torch.equal(h, x + delta)
+    # What `memory.recompute: norms` makes again, to the bit.
+    assert torch.equal(y, norm.rms_norm_again.plain(h, rstd, weight))
+    assert torch.equal(y, norm.rms_norm_again.compiled(h, rstd, weight))
+    exact, exact_rstd = norm.rms_norm_forward.plain(h.double(), weight.double(), 1e-5)
+    plain, _ = norm.rms_norm_forward.plain(h, weight, 1e-5)
+    assert off(y, exact) <= 1.02 * off(plain, exact) + 2e-7
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

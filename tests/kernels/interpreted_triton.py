@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.merge import _merge_into, merge_reference
-from slimpipe.kernels.norm import rms_norm_backward
-from slimpipe.kernels.triton import add, merge, norm
+from slimpipe.kernels.norm import add_rms_norm_forward, rms_norm_backward
+from slimpipe.kernels.triton import add, add_norm, merge, norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Over the number: half of the distance between neighbours, one rounding; all of it for what is cut off.
@@ -37,18 +37,19 @@ def assert_rounded_once(found: Tensor, exact: Tensor, scale: Tensor | float) -> 
 # ---- norm ----
 
 
+NORMS = [(1, 37, 96), (2, 3, 5, 64), (1, 1, 8), (3, 130), (9, 4096), (2, 5120)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 37, 96), (2, 3, 5, 64), (1, 1, 8), (3, 130), (9, 4096), (2, 5120)],
-    ids=str,
-)
-def test_the_norms_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norms_backward(shape: tuple[int, ...], dtype: torch.dtype, beside: bool) -> None:
     g, x = noise(*shape, dtype=dtype, seed=1), noise(*shape, dtype=dtype, seed=2)
     weight, rstd = noise(shape[-1], dtype=dtype, seed=3), noise(*shape[:-1], 1, seed=4).abs()
-    assert norm.fits(g, x, rstd, weight)
-    dx, dweight = norm.run(g, x, rstd, weight)
-    exact_dx, exact_dweight = rms_norm_backward.plain(*(tensor.double() for tensor in (g, x, rstd, weight)))
+    arguments = (g, x, rstd, weight, *([noise(*shape, dtype=dtype, seed=5)] if beside else []))
+    assert norm.fits(*arguments)
+    dx, dweight = norm.run(*arguments)
+    exact_dx, exact_dweight = rms_norm_backward.plain(*(tensor.double() for tensor in arguments))
     assert dx.dtype == dtype and dx.shape == x.shape and dweight.dtype == torch.float32
     assert_rounded_once(dx, exact_dx, exact_dx.abs().amax())
     assert float((dweight.double() - exact_dweight).norm() / exact_dweight.norm()) <= 1e-6
@@ -71,10 +72,39 @@ def test_norms_that_do_not_fit() -> None:
     assert not norm.fits(noise(6 * 64 + 1)[1:].view(6, 64), x, rstd, weight)
     assert not norm.fits(noise(1, 32768), noise(1, 32768), torch.ones(1, 1), noise(32768))
     assert not norm.fits(g[:0], x[:0], rstd[:0], weight)
+    assert norm.fits(g, x, rstd, weight, g)
+    assert not norm.fits(g, x, rstd, weight, g[:1].expand(6, 64))
+    assert not norm.fits(g, x, rstd, weight, noise(6 * 64 + 1)[1:].view(6, 64))
     with torch.enable_grad():
         assert not norm.fits(g, x.requires_grad_(), rstd, weight)
     with torch.no_grad():
         assert norm.fits(g, x.requires_grad_(), rstd, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norm_of_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The sum to the bit, and the norm of what it was rounded to."""
+    x, delta, weight = (noise(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, shape[-1:])))
+    assert add_norm.fits(x, delta, weight, 1e-5)
+    h, y, rstd = add_norm.run(x, delta, weight, 1e-5)
+    total = x.float() + delta.float()
+    assert torch.equal(h, total if dtype == torch.float32 else cut_off(total))
+    _, exact, exact_rstd = add_rms_norm_forward.plain(h.double(), torch.zeros_like(h).double(), weight.double(), 1e-5)
+    assert y.dtype == dtype and y.shape == x.shape and rstd.shape == (*shape[:-1], 1)
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
+    assert_rounded_once(y, exact, exact.abs())
+
+
+def test_sums_that_do_not_fit() -> None:
+    x, weight = noise(6, 64), noise(64)
+    assert add_norm.fits(x, x, weight, 1e-5)
+    assert not add_norm.fits(x, x.bfloat16(), weight, 1e-5)
+    assert not add_norm.fits(x, x[:1], weight, 1e-5)
+    assert not add_norm.fits(x, noise(64, 6).T, weight, 1e-5)
+    assert not add_norm.fits(x.double(), x.double(), weight.double(), 1e-5)
+    with torch.enable_grad():
+        assert not add_norm.fits(x, x.clone().requires_grad_(), weight, 1e-5)
 
 
 # ---- merge ----

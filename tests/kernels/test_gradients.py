@@ -13,8 +13,15 @@ from slimpipe.kernels.attention import PlainAttention, select_backend
 from slimpipe.kernels.cross_entropy import Loss, linear_cross_entropy, linear_token_losses
 from slimpipe.kernels.embedding import add_shard_gradient, embedding, shard_embedding
 from slimpipe.kernels.linear import linear
-from slimpipe.kernels.mlp import norm_swiglu
-from slimpipe.kernels.norm import norm_linear, rms_norm
+from slimpipe.kernels.mlp import add_norm_swiglu, norm_swiglu
+from slimpipe.kernels.norm import (
+    add_norm_linear,
+    add_rms_norm_forward,
+    norm_linear,
+    rms_norm,
+    rms_norm_again,
+    rms_norm_backward,
+)
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
 from slimpipe.kernels.sums import add_rounded, sum_rounded
 from slimpipe.kernels.swiglu import swiglu_linear
@@ -86,6 +93,83 @@ def test_value_and_gradients_are_autograds(name: str) -> None:
     g = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(found, inputs, g), torch.autograd.grad(expected, inputs, g), strict=True):
         assert float((a - b).norm() / b.norm()) <= (1e-6 if name == "rope" else 1e-12)
+
+
+# ---- the residual stream beside a norm ----
+
+WITH_STREAM: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor], list[Tensor]]] = {
+    "linear, kept": (
+        lambda x, delta, n, w: add_norm_linear(x, delta, n, w, EPS, False),
+        lambda h, n, w: plain_norm(h, n) @ w.T,
+        [noise(8), noise(5, 8)],
+    ),
+    "linear, made again": (
+        lambda x, delta, n, w: add_norm_linear(x, delta, n, w, EPS, True),
+        lambda h, n, w: plain_norm(h, n) @ w.T,
+        [noise(8), noise(5, 8)],
+    ),
+    "swiglu": (
+        lambda x, delta, n, u, d: add_norm_swiglu(x, delta, n, u, d, EPS),
+        lambda h, n, u, d: plain_swiglu(plain_norm(h, n) @ u.T, d),
+        [noise(8), noise(12, 8), noise(8, 6)],
+    ),
+    "swiglu, for its backward alone": (
+        lambda x, delta, n, u, d: add_norm_swiglu(x, delta, n, u, d, EPS, value=False),
+        lambda h, n, u, d: plain_swiglu(plain_norm(h, n) @ u.T, d),
+        [noise(8), noise(12, 8), noise(8, 6)],
+    ),
+}
+
+
+@pytest.mark.parametrize("used", ["both", "the value", "the stream"])
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("name", WITH_STREAM)
+def test_the_streams_gradient_is_taken_up_once(name: str, with_delta: bool, used: str) -> None:
+    ours, plain, weights = WITH_STREAM[name]
+    # As in a model: inputs that are no leaves.
+    x, delta = noise(2, 3, 8) * 1, noise(3, 2, 8).view(2, 3, 8) if with_delta else None
+    value, h = ours(x, delta, *weights)
+    expected_h = x if delta is None else x + delta
+    expected = plain(expected_h, *weights)
+    assert torch.equal(h, expected_h)
+    if "alone" not in name:
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    kept = slice(0, 1) if used == "the value" else slice(1, 2) if used == "the stream" else slice(0, 2)
+    gradients = tuple(
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(i)).double() for i, t in enumerate((value, h))
+    )[kept]
+    inputs = [t for t in (x, delta, *weights) if t is not None]
+    found = torch.autograd.grad((value, h)[kept], inputs, gradients, allow_unused=True)
+    wanted = torch.autograd.grad((expected, expected_h)[kept], inputs, gradients, allow_unused=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or float((a - b).norm() / b.norm()) <= 1e-12
+
+
+def test_without_gradients_the_stream_requires_none() -> None:
+    """A view of a tensor that requires one would say so itself."""
+    with torch.no_grad():
+        for value, h in (
+            add_norm_linear(noise(3, 8), None, noise(8), noise(5, 8), EPS, True),
+            add_norm_swiglu(noise(3, 8), None, noise(8), noise(12, 8), noise(8, 6), EPS),
+        ):
+            assert not value.requires_grad and not h.requires_grad
+
+
+def test_sums_beside_a_norm_in_bf16() -> None:
+    """The norm is that of the rounded sum, to the bit; the sum of gradients is rounded once."""
+    x, delta, g, beside = (noise(64, 8 + i)[:, :8].detach().bfloat16() for i in range(4))
+    weight = noise(8).detach().bfloat16()
+    h, y, rstd = add_rms_norm_forward(x, delta, weight, EPS)
+    assert torch.equal(h, x + delta) and torch.equal(y, rms_norm_again(h, rstd, weight))
+    found, dweight = rms_norm_backward(g, h, rstd, weight, beside)
+    exact, _ = rms_norm_backward(*(t.float() for t in (g, h, rstd, weight)))
+    apart, alone = rms_norm_backward(g, h, rstd, weight)
+    assert torch.equal(found, (exact + beside).bfloat16()) and torch.equal(dweight, alone)
+    assert not torch.equal(found, apart + beside)
+
+
+# ----
 
 
 @pytest.mark.parametrize("name", ["swiglu, kept", "swiglu, made again", "norm and swiglu"])

@@ -85,13 +85,25 @@ def test_merges_of_so_many_parts_are_one_code(parts: int, met: set[Variant]) -> 
     assert len(met) == 1
 
 
-def test_norms_of_all_lengths_are_one_code(met: set[Variant]) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_norms_of_all_lengths_are_one_code(beside: bool, met: set[Variant]) -> None:
     for tokens in LENGTHS:
         x = torch.empty(1, tokens, 64, dtype=torch.bfloat16)
         form, arguments = norm.rms_norm_backward.triton, (x, x, torch.empty(1, tokens, 1), x[0, 0])
+        assert form is not None
+        for more in ((x,),) if beside else ((), (None,)):
+            assert form.fits(*arguments, *more)
+            form.run(*arguments, *more)
+    assert len(met) == len({variant.kernel for variant in met}) == 2
+
+
+def test_norms_of_sums_of_all_lengths_are_one_code(met: set[Variant]) -> None:
+    for tokens in LENGTHS:
+        x = torch.empty(1, tokens, 64, dtype=torch.bfloat16)
+        form, arguments = norm.add_rms_norm_forward.triton, (x, x, x[0, 0], 1e-5)
         assert form is not None and form.fits(*arguments)
         form.run(*arguments)
-    assert len(met) == len({variant.kernel for variant in met}) == 2
+    assert len(met) == 1
 
 
 # ---- which form runs ----
@@ -131,7 +143,8 @@ def test_a_gpu_runs_the_first_form_that_takes_the_arguments(monkeypatch: pytest.
 
 
 def test_every_name_of_the_table_is_a_function_with_its_forms() -> None:
-    functions = {f.plain.__name__: f for f in (norm.rms_norm_backward, merge._merge_into, sums.add_pairs)}
+    forms = (norm.rms_norm_backward, norm.add_rms_norm_forward, merge._merge_into, sums.add_pairs)
+    functions = {f.plain.__name__: f for f in forms}
     assert set(fuse.ON_GPUS) <= set(functions)
     for name, function in functions.items():
         form = function.triton

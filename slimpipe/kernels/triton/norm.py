@@ -1,5 +1,5 @@
 """`rms_norm_backward` of slimpipe.kernels.norm: each program walks over rows and keeps its part of the weight's
-gradient in registers; a second kernel adds the parts. x and g are read once."""
+gradient in registers; a second kernel adds the parts. x, g and `beside` are read once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ STAGED_BYTES = 96 * 1024
 """Shared memory for rows on their way: two programs share the 227 KiB of an H100's or H200's multiprocessor."""
 
 
-def fits(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> bool:
+def fits(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None) -> bool:
+    like_x = [g] if beside is None else [g, beside]
+    tensors = (*like_x, x, rstd, weight)
     return (
         x.shape[-1] <= WIDEST
         and x.numel() > 0
-        and g.shape == x.shape
+        and all(tensor.shape == x.shape for tensor in like_x)
         and rstd.dtype == torch.float32
-        and all(tensor.is_contiguous() for tensor in (g, x, rstd, weight))
-        and aligned(g, x, rstd, weight)
-        and not recorded(g, x, rstd, weight)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and aligned(*tensors)
+        and not recorded(*tensors)
     )
 
 
-def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
     hidden = x.shape[-1]
     block = power_of_two(hidden)
     tile_rows = max(1, TILE // block)
-    tile_bytes = tile_rows * block * (g.element_size() + x.element_size())
+    beside_size = 0 if beside is None else beside.element_size()
+    tile_bytes = tile_rows * block * (g.element_size() + x.element_size() + beside_size)
     programs = _multiprocessors(x.device) * (2 if block <= TILE else 1)
     dx = torch.empty_like(x)
     parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
@@ -45,6 +48,7 @@ def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Ten
         x,
         rstd,
         weight,
+        beside,
         dx,
         parts,
         x.numel() // hidden,
@@ -74,6 +78,7 @@ def _backward(
     x_pointer,
     rstd_pointer,
     weight_pointer,
+    beside_pointer,
     dx_pointer,
     parts_pointer,
     rows: tl.int64,
@@ -98,6 +103,8 @@ def _backward(
         scaled = g * weight
         mean = tl.sum(scaled * hat, axis=1, keep_dims=True) / HIDDEN
         dx = (scaled - hat * mean) * rstd
+        if beside_pointer is not None:
+            dx += tl.load(beside_pointer + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_pointer + at, dx.to(dx_pointer.dtype.element_ty), mask=inside)
         dweight += g * hat
     part = tl.sum(dweight, axis=0, keep_dims=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from slimpipe.kernels.embedding import embedding
 from slimpipe.kernels.linear import linear
-from slimpipe.kernels.mlp import norm_swiglu
-from slimpipe.kernels.norm import norm_linear, rms_norm
+from slimpipe.kernels.mlp import add_norm_swiglu
+from slimpipe.kernels.norm import add_norm_linear, norm_linear, rms_norm
 from slimpipe.kernels.swiglu import swiglu_linear
 from slimpipe.kernels.twice import recomputed as recomputed
 
@@ -72,6 +72,14 @@ def project_normed(x: Tensor, norm: RMSNorm, projection: Linear, recompute: bool
     return norm_linear(x, norm.weight, projection.weight, norm.eps, recompute, rows)
 
 
+def project_residual(
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, projection: Linear, recompute: bool, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(projection(norm(h)), h): h = x + delta, or x, is the residual stream, which goes on. In fewer passes over memory
+    than addition and norm apart, backward too. h must not be changed in place."""
+    return add_norm_linear(x, delta, norm.weight, projection.weight, norm.eps, recompute, rows)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate) * up) behind a norm: gate and up are one GEMM, weight [2 I, H] with gate's rows first."""
 
@@ -81,7 +89,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, again: bool = False) -> Tensor:
         """`again`: the run is for its backward alone (`Slice.again`); the value is zero then."""
+        return self.of_residual(x, None, norm, again)[0]
+
+    def of_residual(self, x: Tensor, delta: Tensor | None, norm: RMSNorm, again: bool = False) -> tuple[Tensor, Tensor]:
+        """(the value, h), for h = x + delta as in `project_residual`."""
         if self.recompute in ("none", "norms"):
             lean = self.recompute == "norms"
-            return swiglu_linear(project_normed(x, norm, self.gate_up, lean), self.down.weight, lean)
-        return norm_swiglu(x, norm.weight, self.gate_up.weight, self.down.weight, norm.eps, value=not again)
+            inner, h = project_residual(x, delta, norm, self.gate_up, lean)
+            return swiglu_linear(inner, self.down.weight, lean), h
+        weights = norm.weight, self.gate_up.weight, self.down.weight
+        return add_norm_swiglu(x, delta, *weights, norm.eps, value=not again)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
 from slimpipe.models.contract import Slice
-from slimpipe.models.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, project_normed
+from slimpipe.models.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, project_residual
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
@@ -28,16 +28,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
-    def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> tuple[Tensor, Tensor]:
+        """x [b, s, H] -> (the value, x for the residual stream)."""
         # Of a second run no key or value is read but by its norm: only queries are computed.
         queries = self.heads[0] * self.settings.head_dim if slice.again and self.k_norm is None else None
-        qkv = project_normed(x, norm, self.qkv, self.lean, queries).unflatten(-1, (-1, self.settings.head_dim))
-        q, k, v = qkv.split(self.heads, dim=2)
+        qkv, x = project_residual(x, None, norm, self.qkv, self.lean, queries)
+        q, k, v = qkv.unflatten(-1, (-1, self.settings.head_dim)).split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = slice.memo("rope", lambda: self._rope_table(slice.positions))
         out = slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
-        return self.output(out.flatten(2))
+        return self.output(out.flatten(2)), x
 
     def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         model = self.settings
@@ -58,8 +59,9 @@ class Block(nn.Module):
         self.mlp = SwiGLU(model.hidden_size, model.intermediate_size, config.memory.recompute)
 
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
-        x = x + self.attention(x, self.attention_norm, slice)
-        return x + self.mlp(x, self.mlp_norm, slice.again)
+        attended, x = self.attention(x, self.attention_norm, slice)
+        fed, x = self.mlp.of_residual(x, attended, self.mlp_norm, slice.again)
+        return x + fed
 
 
 class Llama(nn.Module):

@@ -23,12 +23,12 @@ def layer_traffic(model: ModelConfig, recompute: Recompute, n: int, element: int
     """`n` slices a sequence: the more, the more often the gradients of earlier keys and values are added up."""
     H, F = model.hidden_size, model.intermediate_size
     Q, K = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    norm, residual, rope, slots = 2 * H, 3 * H, 2 * (Q + K), 4 * K
+    norm, added_norm, residual, rope, slots = 2 * H, 4 * H, 3 * H, 2 * (Q + K), 4 * K
     merge = 3 * Q if n > 1 else 0
     swiglu = 3 * F
-    forward = element * (2 * norm + 2 * residual + rope + slots + merge + swiglu)
-    # Norm: reads input and gradient, writes; the residual's gradients add up; SwiGLU: reads three, writes two.
-    backward: float = element * (2 * 3 * H + 2 * residual + rope + 5 * F)
+    forward = element * (norm + added_norm + residual + rope + slots + merge + swiglu)
+    # Norm: reads input, gradient and the residual's gradient, writes; SwiGLU: reads three, writes two.
+    backward: float = element * (2 * 4 * H + rope + 5 * F)
     # Of every earlier slice, on average (n - 1) / 2 of them: dK, dV read in `element`, added into fp32.
     backward += 2 * K * (element + 8) * (n - 1) / 2
     again = {"none": 0, "norms": 2 * norm + swiglu}.get(recompute, 2 * norm + swiglu + residual)

@@ -162,6 +162,25 @@ def test_recomputed_products_are_what_the_formula_says(qk_norm: bool) -> None:
     assert attention == model.layers * keys * 4 * model.heads * model.head_dim
 
 
+@pytest.mark.parametrize("mode", ["none", "norms", "mlp"])
+def test_no_gradient_of_the_residual_stream_is_added_by_itself(mode: str) -> None:
+    """What a block computes goes one way each; autograd would add up what comes by two, a pass over memory more."""
+    session = Session(config_of(case(n=1, m=1, recompute=mode)))
+    context = session.engine.context(0, 0, session.engine.place(Unit(0, 0, 0)), session.device)
+    tokens, hidden = session.engine.slice_tokens, session.config.model.hidden_size
+    out = session.stages[0].run_block(0, torch.randn(1, tokens, hidden, requires_grad=True), context)
+    ways: Counter[Any] = Counter()
+    todo, met = [out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            ways.update(edge for edge in node.next_functions if edge[0] is not None)
+            todo += [follower for follower, _ in node.next_functions]
+    assert set(ways.values()) == {1}
+    assert sum("AddBackward" in node.name() for node in met) == 1
+
+
 # ---- what a block must not do ----
 
 

@@ -21,7 +21,7 @@ from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
 from slimpipe.schedule import PlanError
 from slimpipe.train.forecast import Forecast
-from slimpipe.train.planning import make_plan
+from slimpipe.train.planning import Planned, make_plan
 from slimpipe.train.swapping import plan_swaps
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ KEYS: Final = (
 """What is searched."""
 SHORTEST: Final = 1024
 """Tokens of the shortest slices that are tried, but for two a rank."""
+MOST_SLICES: Final = 16
+"""For each rank. The fewest are one for each: fewer leave a pipeline's activations whole."""
 MOST_STAGES: Final = 8
-MOST_UNITS: Final = 4096
+MOST_UNITS: Final = 1024
 """Of a rank in a step: more make a plan that takes many seconds."""
 ROOM: Final = 0.05
 """Of a device's memory, left for its context and what the allocator cannot use."""
@@ -81,12 +83,14 @@ class Search:
         self._make, self._hardware, self._device_bytes, self._keep = make, hardware, device_bytes, set(keep)
         self.base = make(())
         self.least: Least | None = None
+        self._plain: dict[tuple[int, int], Planned | None] = {}
 
     def shapes(self) -> list[tuple[int, int]]:
         """(slices, virtual stages) to try."""
         config = self.base
         length, p, layers = config.data.sequence_length, config.parallel.pp, config.model.layers
-        slices = [n for n in range(1, length + 1) if length % n == 0 and (length // n >= SHORTEST or n <= 2 * p)]
+        slices = [n for n in range(p, MOST_SLICES * p + 1) if length % n == 0]
+        slices = [n for n in slices if length // n >= SHORTEST or n <= 2 * p]
         stages = [v for v in range(1, MOST_STAGES + 1) if layers % (p * v) == 0]
         if "pipeline.slices" in self._keep:
             slices = [config.pipeline.slices]
@@ -112,12 +116,34 @@ class Search:
         """Without swap, if need be without exchange, whose buffers take memory; then with swap."""
         exchanges = self._values("pipeline.exchange", ("balanced", "off") if self.base.parallel.pp > 1 else ("off",))
         for swap in self._values("memory.swap", ("off", "auto")):
+            if swap == "off" and not self._may_fit(slices, stages, mode):
+                continue
             for exchange in exchanges if swap == "off" else exchanges[:1]:
-                values = (slices, stages, exchange, mode, swap)
-                found = self._try(tuple(f"{key}={value}" for key, value in zip(KEYS, values, strict=True)))
+                found = self._try(_overrides(slices, stages, exchange, mode, swap))
                 if found is not None:
                     return found
         return None
+
+    def _may_fit(self, slices: int, stages: int, mode: str) -> bool:
+        """Whether there would be room without exchange and swap. Its plan is made once a shape: a mode changes little
+        in it, and nothing in what it holds."""
+        overrides = _overrides(slices, stages, "off", mode, "off")
+        try:
+            config = self._make(overrides)
+            if (slices, stages) not in self._plain:
+                self._plain[slices, stages] = make_plan(config)
+        except (ConfigError, PlanError):
+            self._plain[slices, stages] = None
+        planned = self._plain[slices, stages]
+        return planned is not None and self._bytes(config, planned, overrides) <= (1 - ROOM) * self._device_bytes
+
+    def _bytes(self, config: Config, planned: Planned, overrides: tuple[str, ...]) -> int:
+        """Of the fullest rank."""
+        device = torch.device("cuda", 0)
+        most = max(memory.total for memory in Forecast(config, planned, device, self._device_bytes).memory)
+        if self.least is None or most < self.least.gpu_bytes:
+            self.least = Least(overrides, most)
+        return most
 
     def _try(self, overrides: tuple[str, ...]) -> Found | None:
         """None where the settings do not go together, or do not fit."""
@@ -131,9 +157,7 @@ class Search:
             overrides = tuple("pipeline.exchange=off" if one.startswith(KEYS[2]) else one for one in overrides)
         if config.memory.swap == "auto" and not planned.moves:
             overrides = tuple("memory.swap=off" if one.startswith(KEYS[4]) else one for one in overrides)
-        most = max(memory.total for memory in Forecast(config, planned, device, self._device_bytes).memory)
-        if self.least is None or most < self.least.gpu_bytes:
-            self.least = Least(overrides, most)
+        most = self._bytes(config, planned, overrides)
         if most > (1 - ROOM) * self._device_bytes:
             return None
         links = planned.host_links(host_link(self._hardware))
@@ -155,3 +179,8 @@ class Search:
             return None
         flops = step_flops(config.model, config.data.sequence_length, config.train.global_batch)
         return flops / seconds / (config.parallel.world_size * peak * 1e12)
+
+
+def _overrides(*values: object) -> tuple[str, ...]:
+    """Values in the order of KEYS."""
+    return tuple(f"{key}={value}" for key, value in zip(KEYS, values, strict=True))

@@ -154,8 +154,9 @@ def test_a_slice_and_its_past_in_one_call_are_met_too(case: Case, pool: Callable
 KERNELS = {"_backward", "_sum_parts", "_add_norm", "_merge", "_add"}
 
 
+# The first meets every variant that any of them meets.
 @pytest.mark.parametrize(
-    ("case", "memory"), [*((case, {}) for case in CASES), (CASES[-1], {"swap": 1.0, "kv_swap": "on"})], ids=str
+    ("case", "memory"), [(CASES[0], {}), (CASES[-1], {"swap": 1.0, "kv_swap": "on"})], ids=["all", "swap"]
 )
 def test_no_step_and_no_evaluation_meets_a_triton_kernel_that_the_warm_up_has_not(
     case: Case, memory: dict[str, Any], pool: Callable[[int], Pool]
@@ -199,7 +200,7 @@ def test_keys_that_stream_are_met_too(pool: Callable[[int], Pool]) -> None:
 
 UNLIKE = [
     # Three layers a chunk, and two; with n = 2 every slice is a first or a last one.
-    (case(pp=2, n=8, m=2, recompute="norms", vocab_parallel=True), 6),
+    (case(pp=2, n=4, m=2, recompute="norms", vocab_parallel=True), 6),
     (case(pp=2, n=4, m=2, recompute="full", vocab_parallel=True), 6),
     (case(pp=2, v=2, n=2, m=2, recompute="all_but_attention"), 8),
 ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import QUICKSTART, slimpipe
 from tests.support.failing_models import MISBEHAVIOUR
 from tests.support.jobs import Jobs
@@ -93,21 +95,23 @@ def test_a_step_that_is_not_finite_stops_the_job_with_one_line(jobs: Jobs, small
 LOST = rf"rank 0 failed at: {TOKEN}: lost contact with rank 1, which has failed, was killed or does not answer \(.*\)"
 
 
-def test_a_killed_rank_takes_the_job_down_with_a_clear_message(small: list[str], tmp_path: Path) -> None:
+def test_a_killed_rank_takes_the_job_down(small: list[str], tmp_path: Path) -> None:
+    """torchrun ends rank 0 as soon as it has seen rank 1 gone: on a busy machine before rank 0 has said so itself."""
     failed = train("die", small, tmp_path / "run")
     assert_failed_in_the_second_step(failed)
     error = failed.said
-    assert re.search(rf"^\[[\d:]{{8}}\] {LOST}$", error, re.MULTILINE), error
     cause = error[error.index("Root Cause") :]
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)", cause) and "Signal 9 (SIGKILL)" in cause, error
-    # The one line of rank 0 is not buried under where it was.
+    # What the other rank was doing does not bury it.
     assert "slimpipe/train/main.py" not in error, error
 
 
-def test_a_rank_killed_between_two_layers_is_missed_by_who_waits_for_a_loan(
-    jobs: Jobs, small: list[str], tmp_path: Path
+@pytest.mark.parametrize("exchange", ["off", "balanced"])
+def test_a_rank_that_is_killed_is_missed_by_the_other(
+    exchange: str, jobs: Jobs, small: list[str], tmp_path: Path
 ) -> None:
-    failed = train_forked(jobs, "die", small, tmp_path / "run", "pipeline.exchange=balanced")
+    """With exchange it dies between two layers, where the other waits for what it lent to it."""
+    failed = train_forked(jobs, "die", small, tmp_path / "run", f"pipeline.exchange={exchange}")
     assert_failed_in_the_second_step(failed)
     assert re.search(rf"^\[[\d:]{{8}}\] {LOST}$", failed.said, re.MULTILINE), failed.said
     assert failed.codes[1] == -signal.SIGKILL and "slimpipe/train/main.py" not in failed.said, failed.said

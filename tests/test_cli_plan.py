@@ -18,9 +18,9 @@ from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
 from slimpipe.schedule import PlanError
-from slimpipe.train.forecast import Forecast
+from slimpipe.train.forecast import ROOM, Forecast
 from slimpipe.train.planning import make_plan
-from slimpipe.train.search import KEYS, ROOM, Found, Search
+from slimpipe.train.search import KEYS, Found, Search
 from slimpipe.train.swapping import plan_swaps
 from tests.end_to_end.launch import ROOT
 

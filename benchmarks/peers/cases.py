@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.jobs import Case
 from benchmarks.peers.systems import config_of
-from benchmarks.pipeline import PROFILE
+from benchmarks.pipeline_cases import PROFILE
 from slimpipe.plan.flops import step_flops
 
 KIB = 1024

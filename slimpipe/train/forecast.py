@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from slimpipe.train.rings import near_by_settings, rings_by_rank
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
+
+ROOM: Final = 0.05
+"""Of a device's memory, left for its context, NCCL's buffers, and what the allocator cannot use."""
 
 
 @dataclass(frozen=True)

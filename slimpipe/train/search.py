@@ -20,7 +20,7 @@ from slimpipe.plan.peaks import peak_tflops
 from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
 from slimpipe.schedule import PlanError
-from slimpipe.train.forecast import Forecast
+from slimpipe.train.forecast import ROOM, Forecast
 from slimpipe.train.planning import Planned, make_plan
 from slimpipe.train.swapping import plan_swaps
 
@@ -42,8 +42,6 @@ MOST_SLICES: Final = 16
 MOST_STAGES: Final = 8
 MOST_UNITS: Final = 1024
 """Of a rank in a step: more make a plan that takes many seconds."""
-ROOM: Final = 0.05
-"""Of a device's memory, left for its context and what the allocator cannot use."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from slimpipe.plan.footprint import Footprint
 from slimpipe.schedule import assign_kv_slots, bubble_fraction
 from slimpipe.train.attention import is_measured
 from slimpipe.train.dtypes import DTYPES
-from slimpipe.train.forecast import Forecast
+from slimpipe.train.forecast import ROOM, Forecast
 
 _MOST_RANKS: Final = 16
 """Rows of a table by rank; of more ranks, the first and last few and the fullest."""
-_ROOM: Final = 0.05  # of a device: its context, NCCL's buffers, what the allocator cannot use
 
 
 def describe(run: Forecast) -> str:
@@ -94,7 +93,7 @@ def _fit(run: Forecast) -> Iterator[str]:
     rank, worst = max(enumerate(run.memory), key=lambda found: found[1].total)
     gib, share = 2.0**30, worst.total / run.device_bytes
     have = f"memory of the device: {run.device_bytes / gib:.1f} GiB; rank {rank} is predicted to use {share:.0%}"
-    if share <= 1 - _ROOM:
+    if share <= 1 - ROOM:
         yield have
     else:
         verdict = "does not fit" if share > 1 else "hardly fits"

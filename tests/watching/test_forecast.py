@@ -102,13 +102,13 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_peaks_measured_on_four_h200(name: str) -> None:
-    """Every rank's, p = 2 and 4, to what the README says: at most 0.5 % above the prediction, and not further below it
-    than 1.4 % at n = 16, else 3.1 %."""
+    """Every rank's, p = 2 and 4, to what the README says: not above the prediction (0.1 % for rounding), and not
+    further below it than 1.4 % at n = 16, else 3.1 %."""
     row = SCALED[name]
     bound = 0.014 if row["n"] == 16 else 0.031
     memory = paper(scale_config(row), row["ce_chunk"]).memory
     for predicted, measured in zip(memory, row["by_rank"], strict=True):
-        assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= 1.005 * predicted.total
+        assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= 1.001 * predicted.total
 
 
 # ---- against a session's own tensors ----

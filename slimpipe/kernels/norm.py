@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
@@ -54,7 +55,7 @@ def rms_norm_backward(
     dx = (scaled - hat * (scaled * hat).mean(-1, keepdim=True)) * rstd
     if beside is not None:
         dx = dx + beside
-    dweight = (wide_g * hat).flatten(0, -2).sum(0)
+    dweight = (wide_g * hat).reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype), dweight
 
 
@@ -67,6 +68,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
         dx, dweight = rms_norm_backward(g, x, rstd, weight)
@@ -100,11 +102,12 @@ class _AddNormLinear(torch.autograd.Function):
         if rows is None:
             return y @ weight.T, h
         out = y.new_empty(*y.shape[:-1], weight.shape[0])
-        torch.mm(y.flatten(0, -2), weight[:rows].T, out=out.flatten(0, -2)[:, :rows])
+        torch.mm(y.reshape(-1, y.shape[-1]), weight[:rows].T, out=out.view(-1, out.shape[-1])[:, :rows])
         out[..., rows:].zero_()
         return out, h
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor | None, beside: Tensor | None) -> tuple[Tensor | None, ...]:
         h, rstd, norm_weight, weight, y = ctx.saved_tensors
         dh, dnorm, dw = beside, None, None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 First = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 Second = Callable[..., Tensor]
@@ -31,6 +32,7 @@ class _Twice(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, *kept = ctx.saved_tensors
         x = x.detach().requires_grad_()

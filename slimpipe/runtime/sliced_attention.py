@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.merge import merge
@@ -111,6 +112,7 @@ class _SlicedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.layer.backward(dout, *ctx.saved_tensors), None
 
@@ -131,6 +133,7 @@ class _AttentionAgain(torch.autograd.Function):
         return out.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.layer.backward(dout, *ctx.saved_tensors), None, None
 

@@ -25,8 +25,11 @@ from slimpipe.kernels.norm import (
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
 from slimpipe.kernels.sums import add_rounded, sum_rounded
 from slimpipe.kernels.swiglu import swiglu_linear
+from slimpipe.kernels.twice import recomputed
 from slimpipe.kernels.weight_grad import add_matmul
 from slimpipe.parallel.gradients import GradientBuffer
+from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
+from slimpipe.runtime.sliced_attention import sliced_attention
 
 EPS = 1e-5
 
@@ -61,6 +64,12 @@ def our_rope(x: Tensor) -> Tensor:
 PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
     "linear": (linear, lambda x, w: x @ w.T, [noise(2, 3, 8), noise(5, 8)]),
     "norm": (lambda x, w: rms_norm(x, w, EPS), plain_norm, [noise(2, 3, 8), noise(8)]),
+    "norm of one token": (lambda x, w: rms_norm(x, w, EPS), plain_norm, [noise(8), noise(8)]),
+    "norm and linear of one token": (
+        lambda x, n, w: norm_linear(x, n, w, EPS, True),
+        lambda x, n, w: plain_norm(x, n) @ w.T,
+        [noise(8), noise(8), noise(5, 8)],
+    ),
     "norm and linear, kept": (
         lambda x, n, w: norm_linear(x, n, w, EPS, False),
         lambda x, n, w: plain_norm(x, n) @ w.T,
@@ -172,10 +181,22 @@ def test_sums_beside_a_norm_in_bf16() -> None:
 # ----
 
 
-@pytest.mark.parametrize("name", ["swiglu, kept", "swiglu, made again", "norm and swiglu"])
+def attention_of_a_slice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sliced_attention(q, k, v, LayerSlots(1, 3, False), SlicePlace(0, (), last=True), PlainAttention())
+
+
+ONCE: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    name: (PAIRS[name][0], PAIRS[name][2])
+    for name in ("norm", "norm and linear, kept", "swiglu, kept", "swiglu, made again", "norm and swiglu")
+}
+ONCE["attention of a slice"] = attention_of_a_slice, [noise(1, 3, 4, 8), noise(1, 3, 2, 8), noise(1, 3, 2, 8)]
+ONCE["a part that runs twice"] = lambda x: recomputed(torch.sin, x), [noise(2, 3)]
+
+
+@pytest.mark.parametrize("name", ONCE)
 def test_gradients_of_gradients_are_refused(name: str) -> None:
-    """They would lack what goes through weights; first gradients come with `create_graph` too."""
-    ours, _, inputs = PAIRS[name]
+    """They would lack what goes through statistics and weights; first gradients come with `create_graph` too."""
+    ours, inputs = ONCE[name]
     (expected,) = torch.autograd.grad(ours(*inputs).square().sum(), inputs[:1])
     (first,) = torch.autograd.grad(ours(*inputs).square().sum(), inputs[:1], create_graph=True)
     assert torch.equal(first, expected)

@@ -83,8 +83,11 @@ class Footprints:
     """The plan's; what is away is not counted."""
     kv: KVStream | None = None
     """The same of keys and values: of those that stream the room on the device is."""
-    attention_scratch: Callable[[int, int], int] = lambda queries, keys: 0
-    """Bytes that attention's backward takes beside its results, by tokens of a slice and of a block of keys."""
+    attention_scratch: Callable[[int, int, int], int] = lambda queries, keys, joined: 0
+    """Bytes that attention's backward takes beside its results, by tokens of a slice, of the longest block of other
+    keys, and of the longest of its own and those in front of them."""
+    joins: bool = False
+    """Whether a slice and the past in front of it may be one block of attention."""
 
     @cached_property
     def ranks(self) -> tuple[Footprint, ...]:
@@ -232,18 +235,24 @@ class Footprints:
         free = self._tokens * 2 * model.intermediate_size
         if self.config.memory.recompute == "none":
             free += self._tokens * (model.intermediate_size + model.hidden_size)
-        scratch = self.attention_scratch(self._slice, self._longest_block(rank))
+        scratch = self.attention_scratch(self._slice, *self._longest_blocks(rank))
         return again + max(self._element * mlp, self._element * (attention - free) + scratch)
 
-    def _longest_block(self, rank: int) -> int:
-        """Tokens of the longest stretch that a backward of the rank attends to at once: its own slice, the past that it
-        does not lend, or what another rank lends to it."""
-        longest = self._slice
+    def _longest_blocks(self, rank: int) -> tuple[int, int]:
+        """Tokens of the longest stretches that a backward of the rank attends to at once, 0 where there is none: of
+        other keys, which are the past that it does not lend, or what another rank lends to it; and of a slice joined to
+        its past, which a rank that helps in the slot keeps apart."""
+        longest = joined = 0
         for action in self.plan.compute(rank):
-            if action.op is Op.BACKWARD:
+            if action.op is Op.BACKWARD and action.unit.slice:
                 lent = () if self.exchange is None else self.exchange.backward_of(rank, action.unit)
-                longest = max(longest, action.unit.slice * self._slice - sum(loan.tokens for loan in lent))
+                past = action.unit.slice * self._slice - sum(loan.tokens for loan in lent)
+                helps = self.exchange is not None and self.exchange.helped_in(rank, action)
+                if self.joins and past and not helps:
+                    joined = max(joined, past + self._slice)
+                else:
+                    longest = max(longest, past)
         if self.exchange is not None:
             helped = (loan for slot in self.exchange.help_slots(rank) for loan in self.exchange.help_of(rank, slot))
             longest = max(longest, *(loan.tokens for loan in helped if loan.slot.kind == "B"), 0)
-        return longest
+        return longest, joined

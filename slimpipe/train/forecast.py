@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slimpipe.kernels import fuse
-from slimpipe.kernels.attention import expected_backend
+from slimpipe.kernels.attention import expected_backend, joins_past
 from slimpipe.kernels.attention.pieces import scratch_bytes
 from slimpipe.models.contract import build_model
 from slimpipe.plan.footprint import Footprint, Footprints
@@ -111,9 +111,9 @@ def footprints(
     model, batch = config.model, config.train.micro_batch
     element = DTYPES[config.train.dtype].itemsize
 
-    def scratch(queries: int, keys: int) -> int:
+    def scratch(queries: int, keys: int, joined: int) -> int:
         sizes = model.heads, model.kv_heads, model.head_dim
-        return scratch_bytes(backend, queries, keys, *sizes, element, batch, config.train.deterministic)
+        return scratch_bytes(backend, queries, keys, *sizes, element, batch, config.train.deterministic, joined)
 
     return Footprints(
         config,
@@ -130,6 +130,7 @@ def footprints(
         swap=planned.swap,
         kv=planned.kv,
         attention_scratch=scratch,
+        joins=joins_past(backend),
     )
 
 

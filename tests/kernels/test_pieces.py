@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -102,29 +103,54 @@ def test_a_kernels_bytes() -> None:
     assert scratch_bytes("cudnn", 8192, 266_240, 32, 32, 128) == 4 * 8192 * 4096
     assert scratch_bytes("plain", 8192, 266_240, **LLAMA_8B) == 0
     # The queries' own keys are one call, however many: 2 GiB of a sequence of 128K that is not cut.
-    assert scratch_bytes("cudnn", 131072, 131072, **LLAMA_8B) == 16384 * 131072 + 4 * 131072 * 4096
+    assert scratch_bytes("cudnn", 131072, 0, **LLAMA_8B) == 16384 * 131072 + 4 * 131072 * 4096
     assert scratch_bytes("cudnn", 8192, 8192, **LLAMA_8B, batch=8) == 8 * (16384 * 8192 + 4 * 8192 * 4096)
+    # A past of two slices in front of a third: 64 MiB more in one block than apart.
+    apart = scratch_bytes("flash4", 8192, 16384, **LLAMA_8B)
+    assert scratch_bytes("flash4", 8192, 0, **LLAMA_8B, joined=24576) == apart + 2**26
     # FlashAttention-2 adds dQ up in ceil(132 / 32) parts where it must be deterministic.
     kept = scratch_bytes("flash", 8192, 8192, **LLAMA_8B)
     assert scratch_bytes("flash", 8192, 8192, **LLAMA_8B, deterministic=True) == kept + 4 * (4 * 8192 * 4096)
     assert scratch_bytes("flash", 8192, 8192, **LLAMA_8B, batch=8, deterministic=True) == 8 * kept
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(4, 20), (20, 0), (12, 30), (40, 30), (4, 9)])
-def test_what_is_said_of_a_backward_is_what_its_calls_take(queries: int, keys: int) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 20), (20, 0), (12, 30), (40, 30), (4, 9), (11, 11), (4, 6)])
+def test_what_is_said_of_a_backward_is_what_its_calls_take(queries: int, keys: int, joined: bool) -> None:
+    """`joined`: the keys lie in front of the queries' own, in one block with them."""
     backend, width, heads = Counted(), 8, 4
-    q = torch.zeros(1, queries, heads, width, dtype=torch.float64)
-    with few_keys(10):
-        for length, causal in ((queries, True), (keys, False)):
-            k = torch.zeros(1, length, 2, width, dtype=torch.float64)
-            if length:
-                InPieces(backend).backward(q, q, k, k, *backend.forward(q, k, k, causal=causal), causal)
-        found = scratch_bytes("cudnn", queries, max(queries, keys), heads, 2, width, element=8)
     by_query_head, results, dq = 2 * width * heads * 8, 2 * width * 2 * 8, 4 * queries * heads * width
-    cut = sum(not causal for _, _, causal in backend.calls) > 1
-    calls = [length * (by_query_head + (0 if causal or not cut else results)) for _, length, causal in backend.calls]
-    sums = [dq if cut and not causal else 0 for _, _, causal in backend.calls]
-    assert found == dq + max(map(sum, zip(calls, sums, strict=True)))
+    q, taken = torch.zeros(1, queries, heads, width, dtype=torch.float64), []
+    with few_keys(10):
+        for length, causal in ((queries + keys, True),) if joined else ((queries, True), (keys, False)):
+            k = torch.zeros(1, length, 2, width, dtype=torch.float64)
+            backend.calls.clear()
+            InPieces(backend).backward(q, q, k, k, *backend.forward(q, k, k, causal=causal), causal)
+            cut = len(backend.calls) > 1
+            taken += [called * (by_query_head + cut * results) + cut * dq for _, called, _ in backend.calls]
+        past = {"keys": 0, "joined": queries + keys} if joined else {"keys": keys}
+        found = scratch_bytes("cudnn", queries, heads=heads, kv_heads=2, width=width, element=8, **past)
+    assert found == dq + max(taken)
+
+
+def test_a_pieces_results_are_gone_before_the_next_are_made() -> None:
+    class Watched(Counted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: list[weakref.ref[Tensor]] = []
+            self.alive: list[int] = []
+
+        def backward(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+            self.alive.append(sum(one() is not None for one in self.given))
+            found = super().backward(*arguments, **named)
+            self.given += [weakref.ref(one) for one in found]
+            return found
+
+    backend = Watched()
+    q, k = torch.zeros(1, 4, 4, 8).bfloat16(), torch.zeros(1, 20, 2, 8).bfloat16()
+    with few_keys(6, element=2):
+        InPieces(backend).backward(q, q, k, k, *backend.forward(q, k, k, causal=False), False)
+    assert backend.alive == [0, 0, 0, 0]
 
 
 def test_the_forecast_knows_of_deterministic_kernels() -> None:

@@ -12,12 +12,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from slimpipe.kernels.attention.flash_package import PackagedFlashAttention
 from slimpipe.runtime import sliced_attention as attention_module
 from slimpipe.runtime.kv_slots import LayerSlots
 from slimpipe.schedule import Op
+from slimpipe.train import forecast as forecast_module
 from slimpipe.train import session as session_module
+from slimpipe.train.forecast import Forecast
+from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, case, config_of, discrepancies, report, roughen
 from tests.support.cover import Case
@@ -74,14 +78,27 @@ def expected_calls(session: Session) -> Counter[Call]:
     return calls
 
 
+def forecast_blocks(case: Case) -> list[tuple[int, int]]:
+    """By rank: keys of the longest block of others, and of a slice and its past, of which memory is forecast."""
+    settings = {"dtype": "bfloat16", "device": "cuda", "attention": "flash4"}
+    config, found = config_of(case, train=settings), []
+    with mock.patch.object(forecast_module, "scratch_bytes", lambda *given: found.append((given[2], given[-1])) or 0):
+        assert Forecast(config, make_plan(config), torch.device("cpu")).memory
+    return found
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_are_the_plain_processes_and_calls_as_few_as_they_can_be(
     case: Case, pool: Callable[[int], Pool]
 ) -> None:
     ranks = pool(case.pp).run(run, case)
     assert discrepancies(case, [found for found, _, _ in ranks]) == []
-    for _, calls, expected in ranks:
+    for (_, calls, expected), (others, joined) in zip(ranks, forecast_blocks(case), strict=True):
         assert calls == expected
+        own, other = (max(call.t for call in calls if call.kind == "B" and call.causal == causal) for causal in (1, 0))
+        # Loans may be cut out of a past's middle: its parts are counted as one.
+        assert own == joined if case.exchange == "off" else own <= joined
+        assert other <= max(others, joined)
     one, two = (
         sum(n for _, calls, _ in ranks for call, n in calls.items() if call.causal and (call.t > call.s) == joined)
         for joined in (True, False)

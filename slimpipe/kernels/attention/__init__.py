@@ -26,6 +26,7 @@ __all__ = [
     "PlainAttention",
     "candidates",
     "expected_backend",
+    "joins_past",
     "select_backend",
 ]
 
@@ -67,6 +68,11 @@ def _make(name: str) -> AttentionBackend:
     if name == "flash":
         return InPieces(FlashAttention())
     return InPieces(CudnnAttention() if name == "cudnn" else load_package(name))
+
+
+def joins_past(name: str) -> bool:
+    """Whether backend `name` takes a slice and the past in front of it as one block (`bottom_right`)."""
+    return name in PACKAGES
 
 
 def expected_backend(name: str, device_type: str, bf16: bool, deterministic: bool) -> str:

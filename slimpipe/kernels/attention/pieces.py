@@ -54,19 +54,24 @@ def scratch_bytes(
     element: int = 2,
     batch: int = 1,
     deterministic: bool = False,
+    joined: int = 0,
 ) -> int:
-    """What the backwards of `queries` over themselves and up to `keys` take beside their results, in calls of
+    """What the backwards of `queries` over themselves and up to `keys` others take beside their results, in calls of
     `InPieces`: the gradients above, and dQ in fp32; where keys are cut also dK and dV of one piece, and the sum of dQ.
-    Of `plain` nothing is counted."""
+    `joined`: keys of the longest causal block of the queries and the past in front of them. Of `plain` nothing is
+    counted."""
     if name == "plain":
         return 0
     per_key = batch * bytes_per_key(name, heads, kv_heads, width, element)
     most, dq = most_keys(per_key), 4 * batch * queries * heads * width
-    found = per_key * queries  # its own keys are not cut
-    if most is None or keys <= max(most, queries):
-        found = max(found, per_key * keys)
-    else:
-        found = max(found, (per_key + 2 * batch * kv_heads * width * element) * most + dq)
+
+    def of_block(length: int, uncut: int) -> int:
+        if most is None or length <= max(most, uncut):
+            return per_key * length
+        return (per_key + 2 * batch * kv_heads * width * element) * max(most, uncut) + dq
+
+    # The queries' own keys are in one piece.
+    found = max(of_block(queries, queries), of_block(joined, queries), of_block(keys, 0))
     return found + sums_of_dq(name, heads, batch, deterministic) * dq
 
 
@@ -98,6 +103,7 @@ class InPieces:
             dk[:, part].copy_(dk_part)
             dv[:, part].copy_(dv_part)
             total = upcast(dq) if total is None else total.add_(dq)
+            del dq, dk_part, dv_part  # before the next piece's are made
         assert total is not None
         return total.to(q.dtype), dk, dv
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from slimpipe.train.search import Found, Search
 
 GIB = 2**30
-WIDTH = 110
+WIDTH = 120
 """Columns of the table where nobody says how many there are."""
 
 
@@ -50,7 +52,11 @@ def plan(
         search = _search(config, overrides or [], hardware, gpu_memory, keep or [])
         if output is not None and output.exists():
             raise ConfigError([f"--output = {output}: exists; name another file, or remove it"])
+        if output is not None and not os.access(output.parent, os.W_OK):
+            raise ConfigError([f"--output = {output}: {output.parent} is no folder that can be written to; make it"])
         shapes = search.shapes()
+        if not shapes:
+            raise ConfigError([_no_shape(search)])
         found = [
             one
             for shape in track(shapes, "trying shapes", console=Console(stderr=True), transient=True)
@@ -76,10 +82,12 @@ def _search(
     """Raises ConfigError, naming what is missing or unfit."""
     from slimpipe.train.search import KEYS, Search
 
-    base = load_config(path, overrides)
     unknown = [key for key in keep if key not in KEYS]
     if unknown:
         raise ConfigError([f"--keep = {unknown[0]}: must be one of {', '.join(KEYS)}"])
+    # Budgets say something with swaps alone, which are to be tried.
+    given = list(overrides) if "memory.swap" in keep else [*overrides, "memory.swap=auto"]
+    base = load_config(path, given)
     if base.pipeline.schedule != "slimpipe":
         raise ConfigError([f"pipeline.schedule = {base.pipeline.schedule}: plan searches settings of slimpipe's alone"])
     if base.pipeline.layers_per_stage is not None:
@@ -87,6 +95,11 @@ def _search(
     layers, p = base.model.layers, base.parallel.pp
     if layers % p:
         raise ConfigError([f"parallel.pp = {p}: {layers} layers cannot be cut into equal stages; use a divisor"])
+    v = base.pipeline.virtual_stages
+    if "pipeline.virtual_stages" in keep and layers % (p * v):
+        raise ConfigError(
+            [f"pipeline.virtual_stages = {v}: {layers} layers cannot be cut into {p * v} equal stages; use a divisor"]
+        )
     profile = hardware if hardware is not None else base.pipeline.hardware
     if profile is None:
         raise ConfigError(
@@ -99,7 +112,9 @@ def _search(
         raise ConfigError(["--gpu-memory: needed where there is no GPU; give one's GiB, such as 140.4 for an H200"])
 
     def make(more: Sequence[str]) -> Config:
-        return load_config(path, [*overrides, f"pipeline.hardware={profile}", *more])
+        unused = base.memory.kv_swap != "on" and "memory.swap=off" in more
+        budget = ["memory.host_budget_gib=null"] if unused else []
+        return load_config(path, [*given, f"pipeline.hardware={json.dumps(str(profile))}", *budget, *more])
 
     return Search(make, load_hardware(profile), device_bytes, keep)
 
@@ -111,6 +126,25 @@ def _memory_here() -> int | None:
         return None
     total: int = torch.cuda.get_device_properties(0).total_memory
     return total
+
+
+def _no_shape(search: Search) -> str:
+    from slimpipe.train.search import MOST_UNITS
+
+    config = search.base
+    slices, stages = search.slices(), search.stages()
+    if not slices:
+        length, p = config.data.sequence_length, config.parallel.pp
+        return (
+            f"data.sequence_length = {length}: cannot be cut into {p} equal slices or more of a length that is worth "
+            "trying; use a multiple of a power of two, or --keep pipeline.slices"
+        )
+    units = min(slices) * min(stages)
+    fewer = max(1, MOST_UNITS // units) * config.train.global_batch // config.shape.m
+    return (
+        f"train.global_batch = {config.train.global_batch}: {config.shape.m} microbatches of {units} units or more a "
+        f"rank make plans too long to try one by one; ask with {fewer}, whose steps idle a little more"
+    )
 
 
 def _nothing_fits(search: Search) -> str:

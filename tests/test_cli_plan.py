@@ -129,7 +129,19 @@ def test_the_command(path: Path, tmp_path: Path) -> None:
         (["pipeline.schedule=1f1b"], "pipeline.schedule = 1f1b: plan searches settings of slimpipe's alone"),
         (["--gpu-memory", "0.1"], "nothing fits: pipeline.slices="),
         (["--gpu-memory", "4", "-o", "{path}"], "exists; name another file, or remove it"),
+        (["--gpu-memory", "4", "-o", "{path}/inside/fastest.yaml"], "is no folder that can be written to; make it"),
         (["parallel.pp=3"], "parallel.pp = 3: 4 layers cannot be cut into equal stages"),
+        (
+            ["model.layers=6", "pipeline.slices=2", "pipeline.virtual_stages=2"],
+            "pipeline.virtual_stages = 2: 6 layers cannot be cut into 4 equal",
+        ),
+        (["train.global_batch=1026"], "train.global_batch = 1026: 1026 microbatches of 2 units or more a rank"),
+        (["train.global_batch=1026"], "ask with 512, "),
+        (["data.sequence_length=4099"], "data.sequence_length = 4099: cannot be cut into 2 equal slices or more"),
+        (
+            ["memory.swap=off", "memory.host_budget_gib=1", "--keep", "memory.swap"],
+            "memory.host_budget_gib = 1.0: says",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(arguments: list[str], said: str, path: Path) -> None:
@@ -138,6 +150,34 @@ def test_what_is_wrong_is_told_in_one_line(arguments: list[str], said: str, path
     result = run(str(path), *given, *memory, "--keep", "pipeline.virtual_stages")
     assert result.exit_code == 2
     assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_budgets_are_those_of_settings_with_swap(path: Path) -> None:
+    """They say nothing without: such settings are tried as ever. A device's budget leaves out what does not ask it."""
+    kept = ["--keep", "pipeline.virtual_stages", "--keep", "memory.recompute"]
+    plain = run(str(path), *kept, "--gpu-memory", "4")
+    budget = run(str(path), *kept, "--gpu-memory", "4", "memory.host_budget_gib=1")
+    assert plain.exit_code == budget.exit_code == 0, budget.stderr
+    assert plain.stdout == budget.stdout and "memory.swap=off" in plain.stdout
+    least = run(str(path), *kept, "--gpu-memory", "0.6", "memory.host_budget_gib=0.0001")
+    assert least.exit_code == 2 and "nothing fits" in least.stderr
+    device = run(str(path), *kept, "--gpu-memory", "4", "memory.gpu_budget_gib=1")
+    assert device.exit_code == 0 and "memory.swap=auto" in device.stdout
+
+
+def test_a_profiles_path_may_be_any(path: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "a: #b.yaml"
+    profile.write_text(HARDWARE.read_text(encoding="utf-8"), encoding="utf-8")
+    kept = ["--keep", "pipeline.virtual_stages", "--keep", "memory.recompute", "--keep", "pipeline.slices"]
+    result = run(str(path), *kept, "--gpu-memory", "4", "--hardware", str(profile))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_what_is_written_is_what_is_shown(path: Path) -> None:
+    """One rank's microbatches of one slice: no loan pays, and none is asked for."""
+    search = searched(path, 4096, keep=["pipeline.slices", "pipeline.virtual_stages", "memory.recompute"])
+    (one,) = search.of_shape(1, 1)
+    assert one.config.pipeline.exchange == "off" and "pipeline.exchange=off" in one.overrides
 
 
 def test_a_machine_without_a_gpu_needs_to_be_told_one(path: Path) -> None:

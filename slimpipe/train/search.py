@@ -85,16 +85,23 @@ class Search:
 
     def shapes(self) -> list[tuple[int, int]]:
         """(slices, virtual stages) to try."""
-        config = self.base
-        length, p, layers = config.data.sequence_length, config.parallel.pp, config.model.layers
-        slices = [n for n in range(p, MOST_SLICES * p + 1) if length % n == 0]
-        slices = [n for n in slices if length // n >= SHORTEST or n <= 2 * p]
-        stages = [v for v in range(1, MOST_STAGES + 1) if layers % (p * v) == 0]
+        m = self.base.shape.m
+        return [(n, v) for n in self.slices() for v in self.stages() if n * v * m <= MOST_UNITS]
+
+    def slices(self) -> list[int]:
+        """Numbers of slices to try, whatever the microbatches."""
         if "pipeline.slices" in self._keep:
-            slices = [config.pipeline.slices]
+            return [self.base.pipeline.slices]
+        length, p = self.base.data.sequence_length, self.base.parallel.pp
+        found = [n for n in range(p, MOST_SLICES * p + 1) if length % n == 0]
+        return [n for n in found if length // n >= SHORTEST or n <= 2 * p]
+
+    def stages(self) -> list[int]:
+        """Numbers of virtual stages to try, likewise."""
         if "pipeline.virtual_stages" in self._keep:
-            stages = [config.pipeline.virtual_stages]
-        return [(n, v) for n in slices for v in stages if n * v * config.shape.m <= MOST_UNITS]
+            return [self.base.pipeline.virtual_stages]
+        layers, p = self.base.model.layers, self.base.parallel.pp
+        return [v for v in range(1, MOST_STAGES + 1) if layers % (p * v) == 0]
 
     def of_shape(self, slices: int, stages: int) -> Iterator[Found]:
         """The settings of one shape that may be the fastest: from nothing recomputed on, to the first mode that fits
@@ -151,10 +158,10 @@ class Search:
             planned = plan_swaps(config, make_plan(config), device, assumed_bytes=self._device_bytes)
         except (ConfigError, PlanError):
             return None
-        if config.pipeline.exchange != "off" and planned.exchange is None:
+        if planned.exchange is None and "pipeline.exchange" not in self._keep:
+            # No loans pay: the same plan, and the settings say so.
             overrides = tuple("pipeline.exchange=off" if one.startswith(KEYS[2]) else one for one in overrides)
-        if config.memory.swap == "auto" and not planned.moves:
-            overrides = tuple("memory.swap=off" if one.startswith(KEYS[4]) else one for one in overrides)
+            config = self._make(overrides)
         most = self._bytes(config, planned, overrides)
         if most > (1 - ROOM) * self._device_bytes:
             return None

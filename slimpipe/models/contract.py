@@ -120,7 +120,8 @@ def build_model(config: Config) -> nn.Module:
 
 def _refuse_strays(name: str, model: Any) -> None:
     """Every parameter must belong to one part of the model, but for the tie that the contract knows: what two stages
-    share would be two copies with gradients of their own, and what lies outside no stage would hold."""
+    share would be two copies with gradients of their own, and what lies outside no stage would hold. None may be
+    frozen: stages make parameters of their own, which are all trained."""
     parts = [("embedding", model.embedding), *((f"layers.{i}", block) for i, block in enumerate(model.layers))]
     owner: dict[nn.Parameter, str] = {}
     for part, module in (*parts, ("head", model.head)):
@@ -133,6 +134,11 @@ def _refuse_strays(name: str, model: Any) -> None:
                     "may be one"
                 )
     for key, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"model.name = {name}: parameter {key} requires no gradient, but every weight is trained; leave "
+                "requires_grad on"
+            )
         if parameter not in owner:
             raise ValueError(
                 f"model.name = {name}: parameter {key} is outside embedding, layers and head: no stage would hold it"

@@ -160,10 +160,21 @@ def test_no_such_corpus(told: Callable[..., str], tmp_path: Path) -> None:
         (f"{MODELS}:WithoutOutputWeight", "`head` has no parameter `weight` of shape ["),
         (f"{MODELS}:WithAnotherVocabulary", "[vocab, hidden]; its shape is [7, "),
         (f"{MODELS}:WithABuffer", "the model has a buffer `scale`, whose values are lost"),
+        (f"{MODELS}:WithAFrozenWeight", "parameter embedding.weight requires no gradient, but every weight is trained"),
         (f"{MODELS}:misbehave", "not a class of torch.nn.Module"),
         ("a.path/to:Model", "unknown model; must be llama or package.module:Class"),
     ],
-    ids=["no module", "no class", "no head", "no output weight", "odd vocabulary", "buffer", "function", "no name"],
+    ids=[
+        "no module",
+        "no class",
+        "no head",
+        "no output weight",
+        "odd vocabulary",
+        "buffer",
+        "frozen",
+        "function",
+        "no name",
+    ],
 )
 def test_a_model_that_is_not_there_or_breaks_the_contract(
     name: str, reason: str, small: list[str], told: Callable[..., str]

@@ -81,6 +81,14 @@ class WithABuffer(Llama):
         self.register_buffer("scale", Tensor([1.0]))
 
 
+class WithAFrozenWeight(Llama):
+    """Was trained as a whole without a word."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.embedding.weight.requires_grad_(False)
+
+
 class OneLayerShort(Llama):
     def __init__(self, config: Config) -> None:
         super().__init__(config)

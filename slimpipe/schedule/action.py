@@ -41,8 +41,8 @@ An evaluation's plan (`schedule.forward_only`) has no B, and in place of T, G an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Op(str, Enum):
@@ -67,46 +67,35 @@ class Op(str, Enum):
     VACATE = "V"
     RELOAD = "R"
 
+    # Attributes, not properties: of a plan of a million actions each is asked dozens of times.
+    is_compute: bool
+    """Forward or backward of a unit's layers; vocabulary passes are counted apart."""
+    goes_forward: bool
+    """F, and what sends, receives or helps with it."""
+    is_send: bool
+    is_recv: bool
+    is_transfer: bool
+    is_help: bool
+    """Attention lent by other ranks, where this one has nothing of its own to run."""
+    is_vocabulary: bool
+    is_swap: bool
+    """A unit's activations on their way to host memory and back."""
+
+    def __init__(self, token: str) -> None:
+        self.is_compute = token in ("F", "B")
+        self.goes_forward = token in ("F", "SF", "RF", "XF")
+        self.is_send = token in ("SF", "SB")
+        self.is_recv = token in ("RF", "RB")
+        self.is_transfer = self.is_send or self.is_recv
+        self.is_help = token in ("XF", "XB")
+        self.is_vocabulary = token in ("E", "H", "S", "T", "L", "G", "D")
+        self.is_swap = token in ("O", "V", "R")
+
     # Enum's own is written in Python, and plans of a million actions hash each of them several times.
     __hash__ = str.__hash__
 
-    @property
-    def is_compute(self) -> bool:
-        """Forward or backward of a unit's layers; vocabulary passes are counted apart."""
-        return self in (Op.FORWARD, Op.BACKWARD)
 
-    @property
-    def is_send(self) -> bool:
-        return self in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-
-    @property
-    def is_recv(self) -> bool:
-        return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
-
-    @property
-    def is_transfer(self) -> bool:
-        return self.is_send or self.is_recv
-
-    @property
-    def is_help(self) -> bool:
-        """Attention lent by other ranks, where this one has nothing of its own to run."""
-        return self in (Op.HELP_FORWARD, Op.HELP_BACKWARD)
-
-    @property
-    def is_vocabulary(self) -> bool:
-        return self in _VOCABULARY
-
-    @property
-    def is_swap(self) -> bool:
-        """A unit's activations on their way to host memory and back."""
-        return self in (Op.OFFLOAD, Op.VACATE, Op.RELOAD)
-
-
-_VOCABULARY = frozenset((Op.EMBED, Op.HIDDEN, Op.STATISTICS, Op.GRADIENT, Op.LOSS, Op.EMBED_GRAD_OUT, Op.EMBED_GRAD))
-
-
-@dataclass(frozen=True, order=True)
-class Unit:
+class Unit(NamedTuple):
     """(microbatch, slice, chunk): the grain of scheduling. All count from 0; `chunk` is local to a rank."""
 
     microbatch: int
@@ -122,19 +111,24 @@ _TOKEN = re.compile(
 )
 
 
-@dataclass(frozen=True, order=True)
-class Action:
-    """One entry of a rank's list. `peer`: the other rank of a transfer, the owner of what a helper does, else None."""
-
+class _Fields(NamedTuple):
     op: Op
     unit: Unit
     peer: int | None = None
 
-    def __post_init__(self) -> None:
-        if (self.op.is_transfer or self.op.is_help) != (self.peer is not None):
-            raise ValueError(
-                f"action {self.op.value}{self.unit}: a transfer or a helper needs a peer and nothing else has one"
-            )
+
+class Action(_Fields):
+    """One entry of a rank's list. `peer`: the other rank of a transfer, the owner of what a helper does, else None.
+
+    A tuple, and so is its unit, as these are hashed and compared most of all.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, op: Op, unit: Unit, peer: int | None = None) -> Action:
+        if (op.is_transfer or op.is_help) != (peer is not None):
+            raise ValueError(f"action {op.value}{unit}: a transfer or a helper needs a peer and nothing else has one")
+        return tuple.__new__(cls, (op, unit, peer))
 
     def __str__(self) -> str:
         if self.peer is None:

@@ -102,7 +102,7 @@ def awaited_by(shape: Shape, rank: int, action: Action) -> Collective | None:
         return None
     if op is Op.FORWARD and shape.stage(rank, unit.chunk) != 0:
         return None
-    if op is Op.BACKWARD and shape.stage(rank, unit.chunk) != shape.stages - 1:
+    if op is Op.BACKWARD and shape.stage(rank, unit.chunk) != shape.last_stage:
         return None
     return Collective(waits_for, unit.microbatch, unit.slice)
 
@@ -118,5 +118,6 @@ def sends_output_of(shape: Shape, rank: int, action: Action) -> Action | None:
 
 def contributes(shape: Shape, rank: int, action: Action) -> bool:
     """Whether this rank adds to a reduce in the action without getting its result."""
-    roots = {Op.EMBED: 0, Op.GRADIENT: shape.p - 1}
-    return roots.get(action.op, rank) != rank
+    if action.op is Op.EMBED:
+        return rank != 0
+    return action.op is Op.GRADIENT and rank != shape.p - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.plan import PlanError
@@ -32,8 +33,16 @@ class VocabularyCosts:
 
     def of(self, op: Op) -> float:
         """Duration of a vocabulary pass."""
-        costs = {Op.STATISTICS: self.statistics, Op.GRADIENT: self.gradient, Op.EMBED: self.embed}
-        return self.embed_grad if op is Op.EMBED_GRAD else costs.get(op, 0.0)
+        return self._by_op.get(op, 0.0)
+
+    @cached_property
+    def _by_op(self) -> dict[Op, float]:
+        return {
+            Op.STATISTICS: self.statistics,
+            Op.GRADIENT: self.gradient,
+            Op.EMBED: self.embed,
+            Op.EMBED_GRAD: self.embed_grad,
+        }
 
 
 def output_layer_costs(head: float, p: int, forward_only: bool = False) -> VocabularyCosts:

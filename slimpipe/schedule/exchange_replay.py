@@ -16,28 +16,28 @@ from slimpipe.schedule.plan import PlanError
 
 
 class _Batch:
-    """A posting with what has yet to meet, by peer."""
+    """A posting with what has yet to meet, by peer. Peers with nothing left are out of it."""
 
     def __init__(self, action: Action, posting: Posting) -> None:
         self._action, self._posting = action, posting
-        self.sends: dict[int, deque[Piece]] = {}
-        self.receives: dict[int, deque[Piece]] = {}
+        self.sends: dict[int, list[Piece]] = {}
+        self.receives: dict[int, list[Piece]] = {}
         for piece in posting.sends:
-            self.sends.setdefault(piece.dst, deque()).append(piece)
+            self.sends.setdefault(piece.dst, []).append(piece)
         for piece in posting.receives:
-            self.receives.setdefault(piece.src, deque()).append(piece)
+            self.receives.setdefault(piece.src, []).append(piece)
 
     def __str__(self) -> str:
         return f"batch {self._posting.batch} of layer {self._posting.layer} of {self._action}"
 
     @property
     def ended(self) -> bool:
-        return not any(map(len, self.sends.values())) and not any(map(len, self.receives.values()))
+        return not self.sends and not self.receives
 
     @property
     def peers(self) -> set[int]:
         """Ranks that this batch still waits for."""
-        return {peer for ways in (self.sends, self.receives) for peer, left in ways.items() if left}
+        return {*self.sends, *self.receives}
 
 
 class ExchangeReplay:
@@ -90,15 +90,23 @@ class ExchangeReplay:
         return emptied
 
     def _match(self, one: _Batch, rank: int, other: _Batch, peer: int) -> None:
-        for sends, receives in (
-            (one.sends.get(peer), other.receives.get(rank)),
-            (other.sends.get(rank), one.receives.get(peer)),
-        ):
-            while sends and receives:
-                sent, received = sends.popleft(), receives.popleft()
-                if sent != received:
-                    raise PlanError(f"exchange: the {sent} arrives where the {received} is expected")
-                self.moved += 1
+        self._carry(one.sends, peer, other.receives, rank)
+        self._carry(other.sends, rank, one.receives, peer)
+
+    def _carry(self, sends: dict[int, list[Piece]], dst: int, receives: dict[int, list[Piece]], src: int) -> None:
+        """One direction between two batches: each send meets the next receive, as far as there are both."""
+        sent, received = sends.get(dst), receives.get(src)
+        if not sent or not received:
+            return
+        met = min(len(sent), len(received))
+        if sent[:met] != received[:met]:
+            send, receive = next(pair for pair in zip(sent, received, strict=False) if pair[0] != pair[1])
+            raise PlanError(f"exchange: the {send} arrives where the {receive} is expected")
+        self.moved += met
+        for ways, peer in ((sends, dst), (receives, src)):
+            del ways[peer][:met]
+            if not ways[peer]:
+                del ways[peer]
 
     def _drop_ended(self, rank: int) -> bool:
         if not self._queues[rank] or not self._queues[rank][0].ended:

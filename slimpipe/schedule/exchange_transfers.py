@@ -19,7 +19,6 @@ Between two ranks transfers of a batch match by that order alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
@@ -77,8 +76,7 @@ class Piece(NamedTuple):
         return f"{self.what} of layer {self.layer}, {self.loan}"
 
 
-@dataclass(frozen=True)
-class Posting:
+class Posting(NamedTuple):
     """One rank's batch: what it sends, then what it receives."""
 
     layer: int
@@ -100,6 +98,6 @@ def postings(exchange: Exchange, rank: int, action: Action, layers: int) -> Iter
             yield Posting(
                 layer,
                 batch,
-                tuple(Piece(loan, layer, batch, what) for loan in out for what in tensors),
-                tuple(Piece(loan, layer, batch, what) for loan in into for what in tensors),
+                tuple([Piece(loan, layer, batch, what) for loan in out for what in tensors]),
+                tuple([Piece(loan, layer, batch, what) for loan in into for what in tensors]),
             )

@@ -132,6 +132,14 @@ class _Posted(NamedTuple):
     tensor: Tensor | None
 
 
+class _Blocked(NamedTuple):
+    """What a rank waits for: a receive or collective that has to complete, or a link that has to have room. `why` in
+    words, once they are asked for."""
+
+    by: tuple[int, Action] | Collective | Link
+    why: Callable[[], str]
+
+
 class _Replay:
     def __init__(
         self,
@@ -150,9 +158,10 @@ class _Replay:
         self._in_passes = plan.has_vocabulary
         self._next = [0] * p
         self._queues: defaultdict[tuple[Hashable, int], deque[_Posted]] = defaultdict(deque)
-        self._completed: list[set[Action]] = [set() for _ in range(p)]
+        self._completed: set[tuple[int, Action]] = set()
         self._sends_under_way: Counter[Link] = Counter()
         self._under_way = {"sends": [0] * p, "receives": [0] * p}
+        self._waiting: defaultdict[Hashable, set[int]] = defaultdict(set)
         self._rendezvous = Rendezvous(p)
         self._met: set[Collective] = set()
         self._contributed: defaultdict[tuple[int, Op], list[Collective]] = defaultdict(list)
@@ -164,65 +173,72 @@ class _Replay:
     def run(self) -> None:
         ready = list(range(self._plan.shape.p))
         while ready:
-            # A completed transfer can free its receiver's compute or its sender's window, a collective every rank.
             ready.extend(self._walk(ready.pop()))
         self._prove_finished()
 
     def _walk(self, rank: int) -> set[int]:
-        """Carry a rank's list on until it blocks. Returns the ranks that took part in what completed."""
-        touched: set[int] = set()
+        """Carry a rank's list on until it blocks. Returns the ranks that waited for something that completed."""
+        freed: set[int] = set()
         actions = self._plan.ranks[rank]
-        while self._next[rank] < len(actions) and self._blocked_by(rank) is None:
-            index = self._next[rank]
+        for index in range(self._next[rank], len(actions)):
+            self._next[rank] = index
+            action = actions[index]
+            blocked = self._blocked(rank, action)
+            if blocked is not None:
+                self._waiting[blocked.by].add(rank)
+                return freed
             if self._loans is not None:
-                touched |= self._loans.enter(rank, actions[index])
+                freed |= self._loans.enter(rank, action)
                 if self._loans.waits(rank):
-                    break
-            self._next[rank] += 1
-            if actions[index].op.is_transfer:
-                touched |= self._post(rank, index)
-            elif actions[index].op.is_vocabulary:
-                touched |= self._meet(rank, index)
-        return touched
+                    return freed
+            if action.op.is_transfer:
+                self._post(rank, index, freed)
+            elif action.op.is_vocabulary:
+                self._meet(rank, index, freed)
+        self._next[rank] = len(actions)
+        return freed
 
-    def _blocked_by(self, rank: int) -> Callable[[], str] | None:
-        """Why the rank's next action cannot run yet, in words once they are asked for; None where it can."""
-        action = self._plan.ranks[rank][self._next[rank]]
+    def _blocked(self, rank: int, action: Action) -> _Blocked | None:
+        """Why the rank's next action cannot run yet; None where it can."""
         collective = awaited_by(self._plan.shape, rank, action) if self._in_passes else None
         if collective is not None and collective not in self._met:
-            return lambda: f"ranks {self._rendezvous.missing(collective)} have not posted the {collective}"
+            return _Blocked(
+                collective, lambda: f"ranks {self._rendezvous.missing(collective)} have not posted the {collective}"
+            )
         if action.op.is_compute:
             receive = receive_before(self._plan.shape, rank, action)
-            if receive is not None and receive not in self._completed[rank]:
-                return lambda: f"{receive} has not completed"
+            if receive is not None and (rank, receive) not in self._completed:
+                return _Blocked((rank, receive), lambda: f"{receive} has not completed")
         elif action.op.is_send:
             link = link_of(rank, action)
             if self._sends_under_way[link] >= self._window:
-                return lambda: f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
+                return _Blocked(
+                    link, lambda: f"{self._sends_under_way[link]} earlier sends on link {link} have not completed"
+                )
         elif contributes(self._plan.shape, rank, action):
-            earlier = self._contributed[rank, action.op]
-            if len(earlier) >= self._reduce_window and earlier[-self._reduce_window] not in self._met:
-                return lambda: f"the {earlier[-self._reduce_window]} has not completed"
+            earlier = self._contributed[rank, action.op][-self._reduce_window :]
+            if len(earlier) == self._reduce_window and earlier[0] not in self._met:
+                return _Blocked(earlier[0], lambda: f"the {earlier[0]} has not completed")
         return None
 
-    def _meet(self, rank: int, index: int) -> set[int]:
-        """Post a vocabulary pass's collective. Returns all ranks where that completes it."""
+    def _meet(self, rank: int, index: int, freed: set[int]) -> None:
+        """Post a vocabulary pass's collective; where that completes it, those that wait for it are free."""
         action = self._plan.ranks[rank][index]
         collective = posted_by(action)
         if collective is None:
-            return set()
+            return
         if contributes(self._plan.shape, rank, action):
             self._contributed[rank, action.op].append(collective)
         try:
             if not self._rendezvous.post(rank, collective):
-                return set()
+                return
         except Mismatch as mismatch:
             raise refusal(self._plan, rank, index, str(mismatch)) from None
         self._met.add(collective)
         self.collectives[collective.communicator] += 1
-        return set(range(self._plan.shape.p))
+        freed |= self._waiting.pop(collective, set())
 
-    def _post(self, rank: int, index: int) -> set[int]:
+    def _post(self, rank: int, index: int, freed: set[int]) -> None:
         action = self._plan.ranks[rank][index]
         link = link_of(rank, action)
         communicator = self._communicator(*link)
@@ -232,23 +248,23 @@ class _Replay:
         if action.op.is_send:
             self._sends_under_way[link] += 1
         self._count(rank, action, 1)
-        return self._complete_heads(communicator, rank)
+        self._complete_heads(communicator, rank, freed)
 
-    def _complete_heads(self, communicator: Hashable, rank: int) -> set[int]:
+    def _complete_heads(self, communicator: Hashable, rank: int, freed: set[int]) -> None:
         """Complete pairs at the heads of a communicator's queues, as far as those at `rank` set others free."""
-        touched: set[int] = set()
         look_at = [rank]
         while look_at:
-            ours = self._queues[communicator, look_at.pop()]
-            if not ours or ours[0].action.peer is None:
+            at = look_at.pop()
+            ours = self._queues[communicator, at]
+            if not ours or (peer := ours[0].action.peer) is None:
                 continue
-            theirs = self._queues[communicator, ours[0].action.peer]
+            theirs = self._queues[communicator, peer]
             if not theirs or theirs[0].link != ours[0].link or theirs[0].rank == ours[0].rank:
                 continue
-            self._complete(ours.popleft(), theirs.popleft(), touched, look_at)
-        return touched
+            self._complete(ours.popleft(), theirs.popleft(), freed)
+            look_at += (at, peer)
 
-    def _complete(self, a: _Posted, b: _Posted, touched: set[int], look_at: list[int]) -> None:
+    def _complete(self, a: _Posted, b: _Posted, freed: set[int]) -> None:
         send, receive = (a, b) if a.action.op.is_send else (b, a)
         if send.tensor != receive.tensor:
             raise refusal(
@@ -258,13 +274,13 @@ class _Replay:
                 f"wrong data matched on link {send.link}: the {send.tensor} (rank {send.rank}, action {send.at}, "
                 f"{send.action}) arrives where the {receive.tensor} is expected",
             )
-        self._completed[receive.rank].add(receive.action)
+        received = receive.rank, receive.action
+        self._completed.add(received)
         self._sends_under_way[send.link] -= 1
         self.transfers[send.link] += 1
-        for posted in (send, receive):
-            self._count(posted.rank, posted.action, -1)
-            touched.add(posted.rank)
-            look_at.append(posted.rank)
+        self._count(send.rank, send.action, -1)
+        self._count(receive.rank, receive.action, -1)
+        freed |= self._waiting.pop(received, set()) | self._waiting.pop(send.link, set())
 
     def _count(self, rank: int, action: Action, by: int) -> None:
         what, most = ("sends", self.most_sends) if action.op.is_send else ("receives", self.most_receives)
@@ -273,9 +289,9 @@ class _Replay:
 
     def _reason(self, rank: int) -> str | None:
         """Why a rank that has not come to its end is where it is."""
-        blocked_by = self._blocked_by(rank)
-        if blocked_by is not None:
-            return blocked_by()
+        blocked = self._blocked(rank, self._plan.ranks[rank][self._next[rank]])
+        if blocked is not None:
+            return blocked.why()
         return None if self._loans is None else self._loans.waits_for(rank)
 
     def _prove_finished(self) -> None:

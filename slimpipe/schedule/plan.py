@@ -7,6 +7,7 @@ Symbols are the paper's: `p` pipeline ranks, `v` virtual stages (chunks) a rank,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from slimpipe.schedule.action import Action, Op, Unit
 
@@ -33,6 +34,10 @@ class Shape:
     @property
     def stages(self) -> int:
         return self.p * self.v
+
+    @cached_property
+    def last_stage(self) -> int:
+        return self.stages - 1
 
     @property
     def units(self) -> int:

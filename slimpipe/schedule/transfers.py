@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from slimpipe.schedule.action import Action, Op, Unit
+from slimpipe.schedule.action import Action, Op
 from slimpipe.schedule.plan import Plan, Shape
 
 Kind = Literal["F", "B"]
@@ -41,19 +41,25 @@ class Link(NamedTuple):
 
 
 def kind_of(op: Op) -> Kind:
-    return "F" if op in (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD) else "B"
+    return "F" if op.goes_forward else "B"
 
 
 def output_of(shape: Shape, rank: int, compute: Action) -> Tensor | None:
     """The tensor that a forward or backward makes for another stage; None at the pipeline's ends."""
-    return _made(shape, kind_of(compute.op), shape.stage(rank, compute.unit.chunk), compute.unit)
+    microbatch, slice_, chunk = compute.unit
+    stage = chunk * shape.p + rank
+    if compute.op.goes_forward:
+        return Tensor("F", stage, microbatch, slice_) if 0 <= stage < shape.last_stage else None
+    return Tensor("B", stage, microbatch, slice_) if 0 < stage <= shape.last_stage else None
 
 
 def input_of(shape: Shape, rank: int, compute: Action) -> Tensor | None:
     """The tensor of another stage that a forward or backward consumes; None at the pipeline's ends."""
-    kind = kind_of(compute.op)
-    stage = shape.stage(rank, compute.unit.chunk)
-    return _made(shape, kind, stage - 1 if kind == "F" else stage + 1, compute.unit)
+    microbatch, slice_, chunk = compute.unit
+    stage = chunk * shape.p + rank
+    if compute.op.goes_forward:
+        return Tensor("F", stage - 1, microbatch, slice_) if 0 < stage <= shape.last_stage else None
+    return Tensor("B", stage + 1, microbatch, slice_) if 0 <= stage < shape.last_stage else None
 
 
 def carried(shape: Shape, rank: int, transfer: Action) -> Tensor | None:
@@ -78,24 +84,20 @@ def ends(shape: Shape, tensor: Tensor) -> tuple[int, int]:
 
 def send_after(shape: Shape, rank: int, compute: Action) -> Action | None:
     """The send that takes a compute action's output to another rank; None where it stays or ends here."""
-    tensor = output_of(shape, rank, compute)
-    if tensor is None:
+    if shape.p == 1 or output_of(shape, rank, compute) is None:
         return None
-    dst = ends(shape, tensor)[1]
-    if dst == rank:
-        return None
-    return Action(Op.SEND_FORWARD if tensor.kind == "F" else Op.SEND_BACKWARD, compute.unit, dst)
+    if compute.op.goes_forward:
+        return Action(Op.SEND_FORWARD, compute.unit, (rank + 1) % shape.p)
+    return Action(Op.SEND_BACKWARD, compute.unit, (rank - 1) % shape.p)
 
 
 def receive_before(shape: Shape, rank: int, compute: Action) -> Action | None:
     """The receive that brings a compute action's input from another rank; None where it needs none."""
-    tensor = input_of(shape, rank, compute)
-    if tensor is None:
+    if shape.p == 1 or input_of(shape, rank, compute) is None:
         return None
-    src = ends(shape, tensor)[0]
-    if src == rank:
-        return None
-    return Action(Op.RECV_FORWARD if tensor.kind == "F" else Op.RECV_BACKWARD, compute.unit, src)
+    if compute.op.goes_forward:
+        return Action(Op.RECV_FORWARD, compute.unit, (rank - 1) % shape.p)
+    return Action(Op.RECV_BACKWARD, compute.unit, (rank + 1) % shape.p)
 
 
 def links(plan: Plan) -> tuple[Link, ...]:
@@ -108,9 +110,3 @@ def links(plan: Plan) -> tuple[Link, ...]:
             if receive is not None:
                 used.add(link_of(rank, receive))
     return tuple(sorted(used))
-
-
-def _made(shape: Shape, kind: Kind, stage: int, unit: Unit) -> Tensor | None:
-    """The tensor of this kind out of `stage`. The last stage makes no activation, the first no gradient."""
-    first, last = (0, shape.stages - 2) if kind == "F" else (1, shape.stages - 1)
-    return Tensor(kind, stage, unit.microbatch, unit.slice) if first <= stage <= last else None

@@ -118,9 +118,9 @@ def backwards_in_ascending_order() -> contextlib.AbstractContextManager[Any]:
 
     def unchecked(config: Any, progress: Any = None) -> Planned:
         plan = build(config.pipeline.schedule, config.shape)
-        turn = {unit: replace(unit, slice=config.shape.n - 1 - unit.slice) for unit in _units(plan)}
+        turn = {unit: unit._replace(slice=config.shape.n - 1 - unit.slice) for unit in _units(plan)}
         ranks = tuple(
-            tuple(replace(a, unit=turn[a.unit]) if a.op is Op.BACKWARD else a for a in actions)
+            tuple(a._replace(unit=turn[a.unit]) if a.op is Op.BACKWARD else a for a in actions)
             for actions in plan.ranks
         )
         broken = lower(replace(plan, ranks=ranks))

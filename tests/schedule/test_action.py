@@ -10,7 +10,7 @@ from slimpipe.schedule import Action, Op, Plan, PlanError, Shape, Unit
 
 UNITS = st.builds(Unit, st.integers(0, 999), st.integers(0, 999), st.integers(0, 99))
 WITH_PEER = [op for op in Op if op.is_transfer or op.is_help]
-PASS = st.builds(Action, st.sampled_from([op for op in Op if op not in WITH_PEER]), UNITS)
+PASS = st.builds(Action, st.sampled_from([op for op in Op if op not in WITH_PEER]), UNITS, st.none())
 TRANSFER = st.builds(Action, st.sampled_from(WITH_PEER), UNITS, st.integers(0, 999))
 
 

@@ -7,7 +7,8 @@ differ they hang, or add up what does not belong together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.collectives import (
@@ -30,7 +31,7 @@ def prove_vocabulary(plan: Plan, forward_only: bool = False) -> None:
     for rank in range(plan.shape.p):
         _walk(plan, rank, passes_of(forward_only))
     for communicator in COMMUNICATORS:
-        _prove_same_order(plan, communicator)
+        _prove_same_order(plan, communicator, [_Posts.of(plan, rank, communicator) for rank in range(plan.shape.p)])
 
 
 def _walk(plan: Plan, rank: int, passes: Sequence[Op]) -> None:
@@ -46,6 +47,8 @@ def _walk(plan: Plan, rank: int, passes: Sequence[Op]) -> None:
                 raise refusal(plan, rank, index, f"expected chunk {chunk} in {action.op.value}, on whichever rank")
             if action in done:
                 raise refusal(plan, rank, index, f"expected each pass once, but action {done[action]} is {action} too")
+        elif not action.op.is_compute:
+            continue
         for needed in _needed(plan, rank, action):
             if needed not in done:
                 raise refusal(plan, rank, index, f"expected {needed} before it")
@@ -59,32 +62,44 @@ def _walk(plan: Plan, rank: int, passes: Sequence[Op]) -> None:
                     raise refusal(plan, rank, end, f"{expected} is missing: expected each pass once on every rank")
 
 
-def _needed(plan: Plan, rank: int, action: Action) -> list[Action]:
+def _needed(plan: Plan, rank: int, action: Action) -> Iterator[Action]:
     """Actions of the same rank that must come first: what posts the collective it waits for; what makes its data."""
     collective = awaited_by(plan.shape, rank, action)
+    if collective is not None:
+        yield poster(plan.shape, collective)
     source = sends_output_of(plan.shape, rank, action)
-    return [*([poster(plan.shape, collective)] if collective else []), *([source] if source else [])]
+    if source is not None:
+        yield source
 
 
-def _prove_same_order(plan: Plan, communicator: Communicator) -> None:
-    orders = [_order(plan, rank, communicator) for rank in range(plan.shape.p)]
+def _prove_same_order(plan: Plan, communicator: Communicator, orders: Sequence[_Posts]) -> None:
     # The majority is taken to be right, so that the message names the rank that is not.
-    common = Counter(tuple(collective for _, collective in order) for order in orders).most_common(1)[0][0]
-    model = next(rank for rank, order in enumerate(orders) if tuple(collective for _, collective in order) == common)
-    for rank, order in enumerate(orders):
-        for (here, found), (there, expected) in zip(order, orders[model], strict=True):
-            if found != expected:
-                token = plan.ranks[model][there]
-                raise refusal(
-                    plan,
-                    rank,
-                    here,
-                    f"ranks post the collectives of communicator {communicator} in different orders: here goes the "
-                    f"{found}, where rank {model}, action {there} ({token}) has the {expected}",
-                )
+    common = Counter(order.collectives for order in orders).most_common(1)[0][0]
+    model = next(order for order in orders if order.collectives == common)
+    for order in orders:
+        if order.collectives == common:
+            continue
+        places = zip(order.at, order.collectives, model.at, common, strict=True)
+        here, found, there, expected = next(place for place in places if place[1] != place[3])
+        token = plan.ranks[model.rank][there]
+        raise refusal(
+            plan,
+            order.rank,
+            here,
+            f"ranks post the collectives of communicator {communicator} in different orders: here goes the "
+            f"{found}, where rank {model.rank}, action {there} ({token}) has the {expected}",
+        )
 
 
-def _order(plan: Plan, rank: int, communicator: Communicator) -> list[tuple[int, Collective]]:
-    """(place in the list, collective) of what a rank posts on a communicator."""
-    posts = ((index, posted_by(action)) for index, action in enumerate(plan.ranks[rank]))
-    return [(index, post) for index, post in posts if post is not None and post.communicator == communicator]
+class _Posts(NamedTuple):
+    """What a rank posts on one communicator, and where in its list."""
+
+    rank: int
+    at: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, communicator: Communicator) -> _Posts:
+        posts = [(index, posted_by(action)) for index, action in enumerate(plan.ranks[rank]) if action.op.is_vocabulary]
+        here = [(index, post) for index, post in posts if post is not None and post.communicator == communicator]
+        return cls(rank, tuple(index for index, _ in here), tuple(post for _, post in here))

@@ -211,12 +211,22 @@ class Footprints:
         return (received + self.send_window * len(links)) * self._hidden + parts
 
     def _waiting_factors(self, rank: int) -> int:
-        """Inputs and output gradients of each layer's four GEMMs, of the backwards whose weight gradients wait."""
-        model = self.config.model
-        widths = 4 * model.hidden_size + 3 * model.intermediate_size
-        widths += 2 * (model.heads + model.kv_heads) * model.head_dim
+        """Inputs and output gradients of each layer's four GEMMs, of the backwards whose weight gradients wait; and of
+        one GEMM, those of all its slices joined. In the order of a backward: a layer's factors go one GEMM after the
+        other, and the first layer to have its GEMMs holds the most."""
+        model, slices = self.config.model, self.config.train.weight_grad_slices
+        q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        hidden, inner = model.hidden_size, model.intermediate_size
+        widths = (inner + hidden, hidden + 2 * inner, q_width + hidden, hidden + q_width + 2 * kv_width)
         layers = sum(self._layers(rank, chunk) for chunk in range(self.plan.shape.v))
-        return (self.config.train.weight_grad_slices - 1) * layers * widths * self._tokens * self._element
+        backwards = self.plan.shape.m * self.plan.shape.n
+        waiting = min(slices - 1, backwards)
+        joined = gone = 0
+        if 1 < slices <= backwards:
+            for width in widths:
+                joined = max(joined, slices * width - gone)
+                gone += waiting * width
+        return (waiting * layers * sum(widths) + joined) * self._tokens * self._element
 
     def _working_set(self, rank: int) -> int:
         """What one block's backward needs beside what is kept: what it makes again, and the larger of its two halves.

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from slimpipe.kernels.weight_grad import Waiting, main_grad, waiting_of
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.warm_up_attention import warm_up_attention
@@ -39,6 +40,8 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
         blocks.run_as_swapped()
         for stage in engine.stages:
             _ends(engine, stage, inputs, as_swapped)
+    for stage in engine.stages:
+        _joined_gradients(engine, stage, inputs)
     _attention_and_exchange(engine, blocks)
     if engine.vocabulary is not None:
         engine.progress.now("warming up the vocabulary passes")
@@ -73,6 +76,23 @@ def _attention_and_exchange(engine: Engine, blocks: Blocks) -> None:
         engine.loans.warm_up(shapes.query, keys, engine.actions)
     engine.progress.now("warming up attention")
     warm_up_attention(engine, blocks.attention)
+
+
+def _joined_gradients(engine: Engine, stage: Stage, inputs: Inputs) -> None:
+    """Weight gradients of as many slices in one GEMM as a step has (`train.weight_grad_slices`), and of the rest at its
+    end: blocks have met other numbers, where a sequence has fewer slices or a step another rest."""
+    backwards, tokens, met = engine.shape.m * engine.shape.n, inputs.micro_batch * engine.slice_tokens, set()
+    for parameter in (parameter for block in stage.blocks for parameter in block.parameters()):
+        acc = main_grad(parameter)
+        waiting = None if acc is None else waiting_of(acc)
+        if acc is None or waiting is None or parameter.shape in met:
+            continue
+        met.add(parameter.shape)
+        g, x = (torch.zeros(tokens, width, dtype=inputs.dtype, device=inputs.device) for width in parameter.shape)
+        for slices in {min(waiting.slices, backwards), backwards % waiting.slices} - {0}:
+            joined = Waiting(slices)
+            for _ in range(slices):
+                joined.add(acc, g, x)
 
 
 def _ends(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels import weight_grad
+from slimpipe.kernels.weight_grad import waiting_of
 from slimpipe.plan.footprint import Footprints
 from slimpipe.schedule import Op
 from slimpipe.train.session import Session
@@ -57,6 +58,30 @@ def test_gradients_are_the_plain_processes(case: Case, slices: int, pool: Callab
         assert gemms == case.v * layers * 4 * -(-case.m * case.n // slices)
 
 
+def shapes_in_turn(rank: int, world: int, case: Case, slices: int) -> tuple[set[Any], set[Any]]:
+    """Of the GEMMs that add gradients of layers: in the warm-up, in a step after it."""
+    warm: set[Any] = set()
+    later: set[Any] = set()
+    now, add = warm, weight_grad.add_matmul
+
+    def noted(acc: Tensor, a: Tensor, b: Tensor) -> None:
+        now.add((acc.dtype, a.dtype, a.shape, b.shape))
+        add(acc, a, b)
+
+    with mock.patch.object(weight_grad, "add_matmul", noted):
+        session = Session(config_of(case, train={"weight_grad_slices": slices}))
+        now = later
+        session.step_gradients(*batch_of(case))
+    return warm, later
+
+
+@pytest.mark.parametrize(("case", "slices"), [*LAYOUTS, (case(n=2, m=3), 4)], ids=str)
+def test_no_step_joins_what_the_warm_up_has_not(case: Case, slices: int, pool: Callable[[int], Pool]) -> None:
+    """Kernels are chosen by shapes, and what is new is loaded behind posted receives."""
+    for warm, later in pool(case.pp).run(shapes_in_turn, case, slices):
+        assert later <= warm and len({a for _, _, a, _ in later}) > 1
+
+
 @pytest.mark.parametrize("mistake", ["flush", "add"])
 def test_the_comparison_sees_a_deliberate_mistake(mistake: str, pool: Callable[[int], Pool]) -> None:
     layout, slices = LAYOUTS[0]
@@ -85,23 +110,34 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     assert all(torch.equal(again.gradients[name], expected.gradients[name]) for name in expected.gradients)
 
 
-def test_what_waits_is_predicted() -> None:
-    """To the byte: the factors that wait behind two of three backwards, storages counted once."""
+@pytest.mark.parametrize("slices", [1, 2, 3, 8])
+@pytest.mark.parametrize("inner", [48, 200])
+def test_what_waits_is_predicted(slices: int, inner: int) -> None:
+    """To the byte: the most that wait at once, and of one GEMM the joined ones. The pair that has come last is a part
+    of the backward's working set; what a step's end joins has the room of activations."""
     layout = case(n=4, m=1)
-    config = config_of(layout, train={"weight_grad_slices": 3})
+    config = config_of(layout, train={"weight_grad_slices": slices}, model={"intermediate_size": inner})
     session = Session(config)
-    waiting: list[int] = []
-    flush = weight_grad.Waiting.flush
+    most = 0
 
-    def looking(self: Any, acc: Tensor) -> None:
-        # The last pair has just come: the others are what waited.
-        waiting.append(sum(x.numel() * x.element_size() for pair in self._pairs[:-1] for x in pair))
-        flush(self, acc)
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
 
-    with mock.patch.object(weight_grad.Waiting, "flush", looking):
+    def looking(acc: Tensor, a: Tensor, b: Tensor) -> None:
+        nonlocal most
+        waiting = [waiting_of(acc) for acc in session.gradient_buffer.views().values()]
+        pairs = [pair for one in waiting if one is not None for pair in one._pairs]
+        flushed, joined = waiting_of(acc), 0
+        if flushed is not None and torch._C._current_autograd_node() is not None:
+            joined = size((a, b)) - size(flushed._pairs[-1])
+        most = max(most, size(x for pair in pairs for x in pair) + joined)
+        add_matmul(acc, a, b)
+
+    add_matmul = weight_grad.add_matmul
+    with mock.patch.object(weight_grad, "add_matmul", looking):
         session.step_gradients(*batch_of(layout))
-    weights = 4 * layout.layer_count
     footprints = Footprints(
         config, session.plan, session.planned.peaks, None, session.placement, [0], session.ce_chunk, 2, False
     )
-    assert sum(waiting[:weights]) == footprints.ranks[0].terms["waiting factors"] > 0
+    assert most == footprints.ranks[0].terms["waiting factors"]
+    assert (most > 0) == (slices > 1)

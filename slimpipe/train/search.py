@@ -105,20 +105,20 @@ class Search:
 
     def of_shape(self, slices: int, stages: int) -> Iterator[Found]:
         """The settings of one shape that may be the fastest: from nothing recomputed on, to the first mode that fits
-        and waits for no copies, for what a mode makes again is time."""
+        with its exchange and waits for no copies, for what a mode makes again is time."""
         for mode in self._values("memory.recompute", get_args(Recompute)):
-            found = self._first_that_fits(slices, stages, mode)
-            if found is not None:
+            for found, exchanged in self._that_fit(slices, stages, mode):
                 yield found
-                if found.waits <= 1e-3 * found.seconds:
+                if exchanged and found.waits <= 1e-3 * found.seconds:
                     return
 
     def _values(self, key: str, values: Sequence[str]) -> Sequence[str]:
         section, name = key.split(".")
         return [getattr(getattr(self.base, section), name)] if key in self._keep else values
 
-    def _first_that_fits(self, slices: int, stages: int, mode: str) -> Found | None:
-        """Without swap, if need be without exchange, whose buffers take memory; then with swap."""
+    def _that_fit(self, slices: int, stages: int, mode: str) -> Iterator[tuple[Found, bool]]:
+        """Without swap, if need be without exchange, whose buffers take memory; unless it fits with exchange, with swap
+        too. (settings, whether they have the exchange that there is to try)."""
         exchanges = self._values("pipeline.exchange", ("balanced", "off") if self.base.parallel.pp > 1 else ("off",))
         for swap in self._values("memory.swap", ("off", "auto")):
             if swap == "off" and not self._may_fit(slices, stages, mode):
@@ -126,8 +126,10 @@ class Search:
             for exchange in exchanges if swap == "off" else exchanges[:1]:
                 found = self._try(_overrides(slices, stages, exchange, mode, swap))
                 if found is not None:
-                    return found
-        return None
+                    yield found, exchange == exchanges[0]
+                    if exchange == exchanges[0]:
+                        return
+                    break
 
     def _may_fit(self, slices: int, stages: int, mode: str) -> bool:
         """Whether there would be room without exchange and swap. Its plan is made once a shape: a mode changes little

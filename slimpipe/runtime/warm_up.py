@@ -19,7 +19,7 @@ from slimpipe.kernels.weight_grad import Waiting, main_grad, waiting_of
 from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.warm_up_attention import warm_up_attention
-from slimpipe.runtime.warm_up_blocks import Blocks, Inputs, as_swapped
+from slimpipe.runtime.warm_up_blocks import Blocks, Inputs, as_swapped, refuse_other
 
 
 def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -27,7 +27,8 @@ def warm_up(engine: Engine, micro_batch: int, hidden: int, dtype: torch.dtype, d
 
     Gradients land in `main_grad` like any; the caller clears them. Every layer's KV slots take their memory on the way.
     Returns the bytes that one unit keeps for its backward in the largest chunk (0 on the CPU, where they are not
-    counted). Raises ValueError where layers attend in shapes that the exchange cannot lend.
+    counted). Raises ValueError where layers attend in shapes that the exchange cannot lend, or a part of the model
+    returns another kind of tensor than the next one needs.
     """
     # The first GEMM of a backward thread says so once; it is set up here on purpose.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
@@ -102,10 +103,13 @@ def _ends(
     if stage.embedding is not None:
         with saving():
             x: Tensor = stage.embedding(tokens)
+        refuse_other("the embedding", x, inputs.slice(engine.slice_tokens))
         x.backward(torch.zeros_like(x))
     if stage.head is not None:
         with saving():
-            out = stage.head(inputs.slice(engine.slice_tokens).requires_grad_())
+            x = inputs.slice(engine.slice_tokens).requires_grad_()
+            out = stage.head(x)
+            refuse_other("the head", out, x)
             if engine.vocabulary is None:
                 scale = torch.zeros((), device=inputs.device)
                 out = stage.loss(out, tokens, scale, engine.ce_chunk, engine.loss)

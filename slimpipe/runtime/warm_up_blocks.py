@@ -49,7 +49,8 @@ class _Run:
 class Blocks:
     """Of one rank. The making of it has every block take the memory of its KV slots, over one slice.
 
-    Raises ValueError where the exchange is to lend between blocks that attend in different shapes.
+    Raises ValueError where a block returns another kind of tensor than it was given, or where the exchange is to lend
+    between blocks that attend in different shapes.
     """
 
     def __init__(self, engine: Engine, inputs: Inputs) -> None:
@@ -130,6 +131,7 @@ class Blocks:
         x = self._inputs.slice(engine.slice_tokens).requires_grad_(torch.is_grad_enabled())
         before = _allocated(x.device)
         out = stage.run_block(index, x, context)
+        refuse_other(f"layer {stage.layers[index]}", out, x)
         # The output takes the place of the next block's input, so it counts once a layer.
         return _Run(out, _allocated(x.device) - before, context.attended.get(stage.layers[index]))
 
@@ -140,6 +142,15 @@ def as_swapped() -> Iterator[None]:
     other code for these."""
     with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
         yield
+
+
+def refuse_other(part: str, out: Tensor, expected: Tensor) -> None:
+    """Stages send each other tensors of one shape and dtype, and what is received is taken to be that."""
+    if (out.shape, out.dtype) != (expected.shape, expected.dtype):
+        found, wanted = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (out, expected))
+        raise ValueError(
+            f"model.name: {part} returns {found} where {wanted} is needed; see slimpipe/models/contract.py"
+        )
 
 
 def _make(block: nn.Module) -> Hashable:

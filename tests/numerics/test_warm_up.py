@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -286,6 +287,24 @@ def test_the_exchange_lends_between_like_layers_alone(model: str, said: str, poo
     lending = case(pp=2, n=8, m=2, exchange="balanced", granule=2, recompute="none")
     for text in pool(2).run(made, lending, model):
         assert said in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("WithAWideBlock", "layer 1 returns float64 [2, 16, 32] where float32 [2, 16, 32] is needed"),
+        ("WithAShortBlock", "layer 1 returns float32 [2, 15, 32] where float32 [2, 16, 32] is needed"),
+        ("WithAWideEmbedding", "the embedding returns float64 [2, 16, 32] where float32"),
+        ("WithAWideHead", "the head returns float64 [2, 16, 32] where float32"),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_part_that_returns_what_the_next_cannot_take_is_told(recompute: str, name: str, said: str) -> None:
+    config = config_of(
+        case(n=4, micro_batch=2, recompute=recompute), model={"name": f"tests.support.failing_models:{name}"}
+    )
+    with pytest.raises(ValueError, match=f"^model.name: {re.escape(said)}"):
+        Session(config)
 
 
 @pytest.mark.parametrize(

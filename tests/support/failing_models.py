@@ -81,6 +81,32 @@ class WithABuffer(Llama):
         self.register_buffer("scale", Tensor([1.0]))
 
 
+class WithAWideBlock(Llama):
+    """Sent on, its output ended the next stage's process without a word."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers[1].register_forward_hook(lambda module, inputs, out: out.double())
+
+
+class WithAShortBlock(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers[1].register_forward_hook(lambda module, inputs, out: out[:, 1:])
+
+
+class WithAWideEmbedding(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.embedding.register_forward_hook(lambda module, inputs, out: out.double())
+
+
+class WithAWideHead(Llama):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.head.register_forward_hook(lambda module, inputs, out: out.double())
+
+
 class WithAFrozenWeight(Llama):
     """Was trained as a whole without a word."""
 

@@ -103,12 +103,14 @@ SCALED = {
 @pytest.mark.parametrize("name", SCALED)
 def test_peaks_measured_on_four_h200(name: str) -> None:
     """Every rank's, p = 2 and 4, to what the README says: not above the prediction (0.1 % for rounding), and not
-    further below it than 1.4 % at n = 16, else 3.1 %."""
+    further below it than 1.4 % at n = 16, else 3.1 %. The reduced model's tensors of few MiB lie in blocks that the
+    allocator does not cut (docs/scaling.md): up to 3.3 % above."""
     row = SCALED[name]
     bound = 0.014 if row["n"] == 16 else 0.031
+    above = 0.033 if "model" in row else 0.001
     memory = paper(scale_config(row), row["ce_chunk"]).memory
     for predicted, measured in zip(memory, row["by_rank"], strict=True):
-        assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= 1.001 * predicted.total
+        assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= (1 + above) * predicted.total
 
 
 # ---- against a session's own tensors ----
@@ -228,6 +230,12 @@ def test_shared_memory_is_not_reserved_once_more() -> None:
     assert session.footprint == Forecast(config, session.planned, torch.device("cpu")).memory[0]
     # What NCCL's sends would keep is not reserved either: it lies in the rings.
     assert session.to_reserve == int(1.01 * (session.footprint.total - rings)) < apart
+
+
+def test_more_is_reserved_where_tensors_come_and_go() -> None:
+    stays, moves = (Session(config_of(case(n=4, m=2), memory={"swap": swap})) for swap in ("off", 0.5))
+    assert stays.to_reserve == int(1.01 * stays.footprint.total)
+    assert moves.to_reserve == int(1.05 * moves.footprint.total)
 
 
 @pytest.mark.parametrize("recompute", ["norms", "mlp", "all_but_attention", "full"])

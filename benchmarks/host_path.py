@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_path                # a row in benchmarks/results/host_path.jsonl; half a minute
 
-A tiny model goes the way it would go on a GPU: where that runs compiled code, cuDNN or a Triton kernel, a stand-in gives
+A tiny model goes the way it would on a GPU: for compiled code, cuDNN and Triton kernels there are stand-ins, which give
 back empty tensors. So times are of Python, of torch's dispatch and autograd and of Triton's launch, but without the
 launches' own end in the driver; what the stand-ins take is nearly nothing. Numbers mean nothing.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from benchmarks.pipeline import config_of
 from slimpipe.kernels import fuse, merge
 from slimpipe.kernels.attention.cudnn import CudnnAttention
 from slimpipe.kernels.attention.pieces import InPieces
+from slimpipe.kernels.triton.launch import Launcher
 from slimpipe.runtime import engine as engine_module
 from slimpipe.schedule import Op
 from slimpipe.train.session import Session
@@ -175,6 +177,14 @@ class HostPath:
 
         with mock.patch.object(driver, "_active", Driver()):
             yield
+        for launcher in launchers():
+            launcher.codes.clear()
+
+
+def launchers() -> list[Launcher]:
+    """Of all Triton kernels that this process has met."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("slimpipe.kernels.triton.")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
 
 
 def _by_tokens(x: Tensor) -> Tensor:

@@ -21,12 +21,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def aligned(*tensors: Tensor) -> bool:
     """Of a dtype that the kernels take, at addresses divisible by 16 bytes."""
-    return all(x.dtype in DTYPES and x.data_ptr() % 16 == 0 for x in tensors)
+    # A list: a generator takes twice as long, before every launch.
+    return all([x.dtype in DTYPES and x.data_ptr() % 16 == 0 for x in tensors])
 
 
 def recorded(*tensors: Tensor) -> bool:
     """Whether autograd would record an operation on these, which it cannot for a kernel of our own."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def rows_fit(x: Tensor) -> bool:
+    """Of [b, s, heads, d]: whether rows of d are in one piece, and begin at multiples of 8."""
+    b, s, heads, _ = x.shape
+    of_b, of_s, of_heads, last = x.stride()
+    return last == 1 and (b == 1 or of_b % 8 == 0) and (s == 1 or of_s % 8 == 0) and (heads == 1 or of_heads % 8 == 0)
 
 
 def power_of_two(number: int) -> int:

@@ -8,34 +8,35 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from slimpipe.kernels.sums import Pair
 from slimpipe.kernels.triton import aligned, recorded
+from slimpipe.kernels.triton.launch import Launcher
 
 BLOCK = 2048
 
 
 def fits(parts: Pair, accs: Pair | None, outs: Pair) -> bool:
-    kinds = (parts, outs) if accs is None else (parts, accs, outs)
-    tensors = [tensor for kind in kinds for tensor in kind]
-    return (
-        parts[0].numel() > 0
-        and all(tensor.shape == parts[0].shape for tensor in tensors)
-        and all(_is_flat(tensor) for tensor in tensors)
-        and all(kind[0].dtype == kind[1].dtype for kind in kinds)
-        and aligned(*tensors)
-        and not recorded(*tensors)
-    )
-
-
-def _is_flat(x: Tensor) -> bool:
-    """[b, s, heads, d] of which each of b is one piece, of a length divisible by 4, that begins at a multiple of 4."""
-    if x.dim() != 4:
+    """Tensors [b, s, heads, d] of which each of b is one piece, of a length divisible by 4, that begins at a multiple
+    of 4."""
+    shape = parts[0].shape
+    if len(shape) != 4 or 0 in shape:
         return False
-    b, s, heads, d = x.shape
-    batch, *inner = x.stride()
-    return inner == [heads * d, d, 1] and s * heads * d % 4 == 0 and (b == 1 or batch % 4 == 0)
+    b, s, heads, d = shape
+    inner = (heads * d, d, 1)
+    if s * heads * d % 4:
+        return False
+    kinds = (parts, outs) if accs is None else (parts, accs, outs)
+    for kind in kinds:
+        if kind[0].dtype != kind[1].dtype:
+            return False
+        for x in kind:
+            strides = x.stride()
+            if x.shape != shape or strides[1:] != inner or (b > 1 and strides[0] % 4):
+                return False
+        if not aligned(*kind) or recorded(*kind):
+            return False
+    return True
 
 
 def run(parts: Pair, accs: Pair | None, outs: Pair) -> None:
@@ -43,9 +44,8 @@ def run(parts: Pair, accs: Pair | None, outs: Pair) -> None:
     numbers = parts[0].numel() // b
     read = accs if accs is not None else outs
     strides = [x.stride(0) // 4 for x in (*read, *parts, *outs)] if b > 1 else [0] * 6
-    _add[(triton.cdiv(numbers, BLOCK), b)](
-        *read, *parts, *outs, *strides, numbers // 4, ADD=accs is not None, BLOCK=BLOCK, num_warps=4
-    )
+    grid = (-(-numbers // BLOCK), b, 1)
+    _launch_add(grid, (*read, *parts, *outs), (*strides, numbers // 4), (accs is not None, BLOCK), num_warps=4)
 
 
 @triton.jit(do_not_specialize=["acc0_b", "acc1_b", "part0_b", "part1_b", "out0_b", "out1_b", "quarters"])
@@ -76,3 +76,6 @@ def _add(
         sum1 += tl.load(acc1 + b * (acc1_b * 4) + at, mask=inside).to(tl.float32)
     tl.store(out0 + b * (out0_b * 4) + at, sum0.to(out0.dtype.element_ty), mask=inside)
     tl.store(out1 + b * (out1_b * 4) + at, sum1.to(out1.dtype.element_ty), mask=inside)
+
+
+_launch_add = Launcher(_add)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slimpipe.kernels.triton import aligned, power_of_two, recorded
+from slimpipe.kernels.triton.launch import Launcher
 from slimpipe.kernels.triton.norm import TILE, WIDEST
 
 
@@ -30,20 +31,9 @@ def run(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
     tile_rows = max(1, TILE // block)
     h, y = torch.empty_like(x), torch.empty_like(x)
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-    _add_norm[(triton.cdiv(rows, tile_rows),)](
-        x,
-        delta,
-        weight,
-        h,
-        y,
-        rstd,
-        eps,
-        rows,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ROWS=tile_rows,
-        num_warps=min(32, 8 * tile_rows * block // TILE),
-    )
+    grid = (-(-rows // tile_rows), 1, 1)
+    warps = min(32, 8 * tile_rows * block // TILE)
+    _launch_add_norm(grid, (x, delta, weight, h, y, rstd), (eps, rows), (hidden, block, tile_rows), warps)
     return h, y, rstd
 
 
@@ -75,3 +65,6 @@ def _add_norm(
     weight = tl.load(weight_pointer + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
     y = rounded * rstd * weight
     tl.store(y_pointer + at, y.to(y_pointer.dtype.element_ty), mask=inside)
+
+
+_launch_add_norm = Launcher(_add_norm)

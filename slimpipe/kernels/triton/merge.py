@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimpipe.kernels.triton import aligned, power_of_two, recorded
+from slimpipe.kernels.triton import aligned, power_of_two, recorded, rows_fit
+from slimpipe.kernels.triton.launch import Launcher
 
 MOST_PARTS = 4
 WIDEST = 256
@@ -24,16 +25,11 @@ def fits(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> b
         and out_BsHD.numel() > 0
         and out_BsHD.shape[-1] <= WIDEST
         and out_BsHD.is_contiguous()
-        and all(lse.is_contiguous() and lse.dtype == torch.float32 for lse in lses_BHs)
-        and all(part.dtype == out_BsHD.dtype and _rows_fit(part) for part in (*outs_BsHD, out_BsHD))
+        and all([lse.is_contiguous() and lse.dtype == torch.float32 for lse in lses_BHs])
+        and all([part.dtype == out_BsHD.dtype and rows_fit(part) for part in (*outs_BsHD, out_BsHD)])
         and aligned(*outs_BsHD, *lses_BHs, out_BsHD)
         and not recorded(*outs_BsHD, *lses_BHs)
     )
-
-
-def _rows_fit(part_BsHD: Tensor) -> bool:
-    *strides, last = part_BsHD.stride()
-    return last == 1 and all(size == 1 or n % 8 == 0 for size, n in zip(part_BsHD.shape[:3], strides, strict=True))
 
 
 def run(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> Tensor:
@@ -41,23 +37,12 @@ def run(outs_BsHD: list[Tensor], lses_BHs: list[Tensor], out_BsHD: Tensor) -> Te
     lse_BHs = torch.empty_like(lses_BHs[0])
     missing = [None] * (MOST_PARTS - len(outs_BsHD))
     strides = [n // 8 for part in outs_BsHD for n in part.stride()[:3]] + [0, 0, 0] * len(missing)
-    head_blocks = triton.cdiv(h, HEADS)
-    _merge[(head_blocks * triton.cdiv(s, TOKENS), b)](
-        *outs_BsHD,
-        *missing,
-        *lses_BHs,
-        *missing,
-        out_BsHD,
-        lse_BHs,
-        *strides,
-        s,
-        h,
-        head_blocks,
-        PARTS=len(outs_BsHD),
-        WIDTH=d,
-        BLOCK=power_of_two(d),
-        TOKENS=TOKENS,
-        HEADS=HEADS,
+    head_blocks = -(-h // HEADS)
+    _launch_merge(
+        (head_blocks * -(-s // TOKENS), b, 1),
+        (*outs_BsHD, *missing, *lses_BHs, *missing, out_BsHD, lse_BHs),
+        (*strides, s, h, head_blocks),
+        (len(outs_BsHD), d, power_of_two(d), TOKENS, HEADS),
         num_warps=4,
     )
     return lse_BHs
@@ -148,3 +133,6 @@ def _merge(
     at = (((b * tokens + s) * heads + h) * WIDTH)[:, None] + d
     tl.store(merged + at, out.to(merged.dtype.element_ty), mask=inside)
     tl.store(merged_lse + lse_at, highest + tl.log(total), mask=row)
+
+
+_launch_merge = Launcher(_merge)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slimpipe.kernels.triton import aligned, power_of_two, recorded
+from slimpipe.kernels.triton.launch import Launcher
 
 WIDEST = 16384
 TILE = 4096
@@ -43,25 +44,17 @@ def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | Non
     dx = torch.empty_like(x)
     parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     dweight = torch.empty(hidden, dtype=torch.float32, device=x.device)
-    _backward[(programs,)](
-        g,
-        x,
-        rstd,
-        weight,
-        beside,
-        dx,
-        parts,
-        x.numel() // hidden,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ROWS=tile_rows,
-        PROGRAMS=programs,
-        STAGES=max(1, min(3, STAGED_BYTES // tile_bytes)),
+    stages = max(1, min(3, STAGED_BYTES // tile_bytes))
+    _launch_backward(
+        (programs, 1, 1),
+        (g, x, rstd, weight, beside, dx, parts),
+        (x.numel() // hidden,),
+        (hidden, block, tile_rows, programs, stages),
         num_warps=min(32, 8 * tile_rows * block // TILE),
     )
     columns = min(32, block)
-    _sum_parts[(triton.cdiv(hidden, columns),)](
-        parts, dweight, HIDDEN=hidden, PARTS=programs, ROWS=128, COLUMNS=columns, num_warps=8
+    _launch_sum_parts(
+        (-(-hidden // columns), 1, 1), (parts, dweight), (), (hidden, programs, 128, columns), num_warps=8
     )
     return dx, dweight
 
@@ -127,3 +120,6 @@ def _sum_parts(
         inside = (row < PARTS) & (column < HIDDEN)[None, :]
         total += tl.load(parts_pointer + row * HIDDEN + column[None, :], mask=inside, other=0.0)
     tl.store(out_pointer + column, tl.sum(total, axis=0), mask=column < HIDDEN)
+
+
+_launch_backward, _launch_sum_parts = Launcher(_backward), Launcher(_sum_parts)

@@ -92,15 +92,15 @@ def test_it_finds_what_trying_everything_finds(mib: int, swap: str, path: Path) 
 
 @pytest.mark.parametrize("swap", [("off",), ("off", "auto")], ids=str)
 def test_a_mode_that_fits_without_exchange_alone_does_not_end_it(swap: tuple[str, ...], path: Path) -> None:
-    """2992 MiB: with nothing recomputed 2944 are needed, and with exchange 3036; that costs 7 %, norms 2."""
+    """3054 MiB: with nothing recomputed 3008 are needed, and with exchange 3100; that costs 7 %, norms 2."""
     longer = ["data.sequence_length=16384", "pipeline.slices=2"]
     keep = ["pipeline.slices", "pipeline.virtual_stages", *(["memory.swap"] if len(swap) == 1 else [])]
 
     def make(overrides: Sequence[str]) -> Config:
         return load_config(path, [*longer, *overrides])
 
-    search = Search(make, load_hardware(HARDWARE), 3150 * MIB, keep)
-    found, tried = all_of(search), everything(make, 3150 * MIB, (2,), swap)
+    search = Search(make, load_hardware(HARDWARE), 3215 * MIB, keep)
+    found, tried = all_of(search), everything(make, 3215 * MIB, (2,), swap)
     assert found[0].seconds == pytest.approx(tried[0][0], rel=1e-3)
     assert "pipeline.exchange=balanced" in found[0].overrides
     without = [one for one in found if "pipeline.exchange=off" in one.overrides]

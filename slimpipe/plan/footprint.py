@@ -32,8 +32,11 @@ KNOBS: Final = {
     "shared rings": "set parallel.carrier: nccl, or raise pipeline.slices",
     "waiting factors": "lower train.weight_grad_slices",
     "working set": "raise pipeline.slices",
+    "workspaces": "use GPUs with more memory",
 }
 """What to change where a term is too large."""
+WORKSPACES: Final = 2 * 32 * 2**20
+"""cuBLAS's on a GPU of Hopper's, one of 32 MiB for the main thread's forwards and one for autograd's backwards."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Footprints:
             "shared rings": self.rings[rank] if self.rings else 0,
             "waiting factors": self._waiting_factors(rank),
             "working set": self._working_set(rank),
+            "workspaces": WORKSPACES if self.fused else 0,
         }
 
     @property

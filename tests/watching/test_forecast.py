@@ -102,12 +102,12 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_peaks_measured_on_four_h200(name: str) -> None:
-    """Every rank's, p = 2 and 4, to what the README says: not above the prediction (0.1 % for rounding), and not
-    further below it than 1.4 % at n = 16, else 3.1 %. The reduced model's tensors of few MiB lie in blocks that the
-    allocator does not cut (docs/scaling.md): up to 3.3 % above."""
+    """Every rank's, p = 2 and 4, to what the README says: not above the prediction, and not further below it than 1.5 %
+    at n = 16, else 3.2 %. The reduced model's tensors of few MiB lie in blocks that the allocator does not cut
+    (docs/scaling.md): up to 0.5 % above; and of its last rank what is left is 5.1 %."""
     row = SCALED[name]
-    bound = 0.014 if row["n"] == 16 else 0.031
-    above = 0.033 if "model" in row else 0.001
+    bound = 0.051 if "model" in row else 0.015 if row["n"] == 16 else 0.032
+    above = 0.005 if "model" in row else 0.0
     memory = paper(scale_config(row), row["ce_chunk"]).memory
     for predicted, measured in zip(memory, row["by_rank"], strict=True):
         assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= (1 + above) * predicted.total

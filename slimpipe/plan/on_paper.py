@@ -23,6 +23,7 @@ from slimpipe.schedule import (
     bubble_fraction,
     build,
     check,
+    collector_paused,
     grid,
     output_layer_costs,
     peak_activation,
@@ -60,6 +61,7 @@ class PaperPlan:
     keys: KeysSetting | None = None
 
     @classmethod
+    @collector_paused()
     def of(
         cls,
         name: str,

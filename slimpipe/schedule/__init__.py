@@ -10,6 +10,7 @@ from slimpipe.schedule.action import Action, Op, Unit
 from slimpipe.schedule.balance import balance, default_granule
 from slimpipe.schedule.check import Peaks, check
 from slimpipe.schedule.collectives import Collective
+from slimpipe.schedule.collector import collector_paused
 from slimpipe.schedule.costs import Costs, LinkCost, VocabularyCosts, equal_costs, output_layer_costs, sliced_costs
 from slimpipe.schedule.csv_io import from_csv, to_csv
 from slimpipe.schedule.draw import draw_svg
@@ -113,6 +114,7 @@ __all__ = [
     "buffer_bytes",
     "build",
     "check",
+    "collector_paused",
     "default_granule",
     "draw_svg",
     "equal_costs",

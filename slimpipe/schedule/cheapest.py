@@ -8,6 +8,7 @@ and without.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -43,20 +44,26 @@ class Cheapest:
         """The candidate with the shortest slot; among equals the one with the fewest loans."""
         best: list[Move] = []
         shortest = self.slot_time(kind, pasts, best)
+        tried: set[tuple[Move, ...]] = {()}
         for near in {self.ranks_per_node, len(pasts)}:
             for spare in self._spares():
                 for moves in self._candidates(kind, pasts, near, spare):
-                    time = self.slot_time(kind, pasts, moves)
+                    # Often the same loans come out of several candidates.
+                    if tuple(moves) in tried:
+                        continue
+                    tried.add(tuple(moves))
+                    time = self.slot_time(kind, pasts, moves, shortest)
                     if (time, len(moves)) < (shortest, len(best)):
                         best, shortest = moves, time
         return best
 
-    def slot_time(self, kind: Kind, pasts: Pasts, moves: Sequence[Move]) -> float:
-        """How long the slot's longest rank takes. `pasts` in granules."""
+    def slot_time(self, kind: Kind, pasts: Pasts, moves: Sequence[Move], limit: float = math.inf) -> float:
+        """How long the slot's longest rank takes; above `limit`, anything above it. `pasts` in granules."""
         a_slice = self.work.slice_tokens // self.granule
         slices = {rank: None if past is None else past // a_slice for rank, past in enumerate(pasts)}
-        loans = [Loan(Slot(0, kind), m.owner, Unit(0, 0, 0), m.helper, 0, m.amount * self.granule) for m in moves]
-        return max(stay.until for stay in self.times.of(kind, slices, loans).values())
+        slot, unit = Slot(0, kind), Unit(0, 0, 0)
+        loans = [Loan(slot, owner, unit, helper, 0, amount * self.granule) for owner, helper, amount in moves]
+        return self.times.longest(kind, slices, loans, limit)
 
     def _spares(self) -> list[int]:
         """In granules."""

@@ -56,6 +56,8 @@ def if_shorter(plan: Plan, exchange: Exchange, times: SlotTimes, costs: Costs, l
     Loans that make every slot shorter can still make a step longer. Without them ranks drift apart until nobody waits;
     with a few, they are held together at every slot.
     """
+    if not exchange.loans:
+        return exchange
     with_loans = simulate(add_exchange(plan, exchange), costs, link, gatherings=Gatherings(exchange, times))
     if with_loans.makespan < simulate(plan, costs, link).makespan:
         return exchange

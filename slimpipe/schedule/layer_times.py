@@ -5,10 +5,11 @@ In every layer a helper waits for its owner's query, and the owner for its helpe
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from slimpipe.schedule.exchange_transfers import BatchName, batches, goes_back
 from slimpipe.schedule.loan_cost import LoanBytes, Network
@@ -17,21 +18,34 @@ from slimpipe.schedule.slot_times import Stay
 from slimpipe.schedule.slots import Kind
 from slimpipe.schedule.work import Load, Work
 
+_ROUNDING: Final = 1e-9
+"""More than floats can be off by: a slot is given up only where it is longer for certain."""
 
-class _Parts(NamedTuple):
-    """One rank's time in one layer, in the order of a forward: `own`, `kept` attention to its own slice and what it
-    keeps of its past, `helped` to others'. `lent`: whether it waits for results."""
 
-    pre: float
-    own: float
-    kept: float
-    helped: float
-    post: float
-    lent: bool
+class _Ends(NamedTuple):
+    """Owner and helper of each loan, as places among the slot's ranks."""
+
+    owners: list[int]
+    helpers: list[int]
+
+
+class _Round(NamedTuple):
+    """One run of attention in a layer: the batches of its queries and of its results, and by rank what is computed, in
+    the order of a forward: `own` and `kept` attention to its own slice and what it keeps of its past, `helped` to
+    others'. `lent`: whether it waits for results."""
+
+    query: BatchName
+    result: BatchName
+    pre: list[float]
+    own: list[float]
+    kept: list[float]
+    helped: list[float]
+    post: list[float]
+    lent: list[bool]
 
     @property
-    def busy(self) -> float:
-        return self.pre + self.own + self.kept + self.helped + self.post
+    def busy(self) -> list[float]:
+        return [sum(parts) for parts in zip(self.pre, self.own, self.kept, self.helped, self.post, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -55,94 +69,140 @@ class LayerByLayer:
 
     def of(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, Stay]:
         rounds = self._rounds(kind, pasts, loans)
-        took = {batch: self._transfers(kind, batch, loans) for batch in batches(kind, self.work.again is not None)}
-        now = dict.fromkeys(pasts, 0.0)
-        done = dict.fromkeys(pasts, 0.0)
-        for _ in range(self.layers):
-            done = _meet(loans, _later(now, done), took["A"])
-            for query, result, parts in rounds:
-                now = {rank: now[rank] + part.pre for rank, part in parts.items()}
-                done = _meet(loans, _later(now, done), took[query])
-                now = {rank: now[rank] + part.own for rank, part in parts.items()}
-                if not self.loans_first:
-                    now = {rank: now[rank] + part.kept for rank, part in parts.items()}
-                # Owners have nothing to wait for here but room in the queue of batches.
-                helped = {rank: max(now[rank], done[rank]) + part.helped for rank, part in parts.items() if part.helped}
-                now |= helped
-                posted = _later(helped if self.loans_first else now, done)
-                if self.loans_first:
-                    now = {rank: now[rank] + part.kept for rank, part in parts.items()}
-                done = _meet(loans, posted, took[result])
-                now = {
-                    rank: max(now[rank], done[rank] if part.lent else 0.0) + part.post for rank, part in parts.items()
-                }
-        busy = {rank: self.layers * sum(parts[rank].busy for _, _, parts in rounds) for rank in pasts}
-        return {rank: Stay(now[rank], busy[rank]) for rank in pasts}
+        until = self._until(kind, pasts, loans, rounds, math.inf)
+        return {rank: Stay(*stay) for rank, *stay in zip(pasts, until, self._busy(rounds), strict=True)}
 
-    def _rounds(
-        self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]
-    ) -> list[tuple[BatchName, BatchName, dict[int, _Parts]]]:
-        """Of one layer: (batch with the queries, batch with the results, work by rank) of each run of attention."""
+    def longest(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan], limit: float) -> float:
+        rounds = self._rounds(kind, pasts, loans)
+        # Nobody is done before all of their own work is.
+        if max(self._busy(rounds)) * (1 - _ROUNDING) > limit:
+            return math.inf
+        return max(self._until(kind, pasts, loans, rounds, limit))
+
+    def _busy(self, rounds: Sequence[_Round]) -> list[float]:
+        return [self.layers * sum(work) for work in zip(*(one.busy for one in rounds), strict=True)]
+
+    def _until(
+        self,
+        kind: Kind,
+        pasts: Mapping[int, int | None],
+        loans: Sequence[Loan],
+        rounds: Sequence[_Round],
+        limit: float,
+    ) -> list[float]:
+        """When each rank can go on; infinity once one of them is seen to be later than `limit`."""
+        place = {rank: at for at, rank in enumerate(pasts)}
+        ends = _Ends([place[loan.owner] for loan in loans], [place[loan.helper] for loan in loans])
+        took = self._transfers(kind, loans)
+        now, done = [0.0] * len(place), [0.0] * len(place)
+        for _ in range(self.layers):
+            done = _meet(ends, _later(now, done), took["A"])
+            for query, result, pre, own, kept, helped, post, lent in rounds:
+                now = _sum(now, pre)
+                done = _meet(ends, _later(now, done), took[query])
+                now = _sum(now, own)
+                if not self.loans_first:
+                    now = _sum(now, kept)
+                # Owners have nothing to wait for here but room in the queue of batches.
+                now = [
+                    max(at, there) + help_ if help_ else at for at, there, help_ in zip(now, done, helped, strict=True)
+                ]
+                if self.loans_first:
+                    posted = [
+                        max(at, there) if help_ else there for at, there, help_ in zip(now, done, helped, strict=True)
+                    ]
+                    now = _sum(now, kept)
+                else:
+                    posted = _later(now, done)
+                done = _meet(ends, posted, took[result])
+                now = [
+                    (max(at, there) if waits else at) + after
+                    for at, there, waits, after in zip(now, done, lent, post, strict=True)
+                ]
+            if max(now) > limit:
+                return [math.inf] * len(now)
+        return now
+
+    def _rounds(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> list[_Round]:
+        """Of one layer, each run of attention."""
         work = self.work
         if kind == "F":
-            return [("B", "C", self._parts(work.forward, self.before, pasts, loans))]
+            return [self._round("B", "C", work.forward, self.before, pasts, loans)]
         if work.again is None:
-            return [("B", "C", self._parts(work.backward, 1 - self.before, pasts, loans))]
+            return [self._round("B", "C", work.backward, 1 - self.before, pasts, loans)]
         a, b = work.backward, work.again
         alone = Load(a.dense - b.dense, a.own - b.own, a.token - b.token)
         return [
-            ("B'", "C'", self._parts(work.again, self.before, pasts, loans)),
-            ("B", "C", self._parts(alone, 1 - self.before, pasts, loans)),
+            self._round("B'", "C'", work.again, self.before, pasts, loans),
+            self._round("B", "C", alone, 1 - self.before, pasts, loans),
         ]
 
-    def _parts(
-        self, load: Load, first: float, pasts: Mapping[int, int | None], loans: Sequence[Loan]
-    ) -> dict[int, _Parts]:
-        """By rank, one layer's work; `first` of its dense part stands in front of attention."""
+    def _round(
+        self,
+        query: BatchName,
+        result: BatchName,
+        load: Load,
+        first: float,
+        pasts: Mapping[int, int | None],
+        loans: Sequence[Loan],
+    ) -> _Round:
+        """`first` of the load's dense part stands in front of attention."""
         dense, own, token = load.dense / self.layers, load.own / self.layers, load.token / self.layers
         lent: defaultdict[int, int] = defaultdict(int)
         helped: defaultdict[int, float] = defaultdict(float)
         for loan in loans:
-            lent[loan.owner] += loan.tokens
-            helped[loan.helper] += token * loan.tokens
-        parts = {}
-        for rank, past in pasts.items():
-            if past is None:
-                parts[rank] = _Parts(0.0, 0.0, 0.0, helped[rank], 0.0, False)
-            else:
-                kept = token * (past * self.work.slice_tokens - lent[rank])
-                parts[rank] = _Parts(dense * first, own, kept, helped[rank], dense * (1 - first), lent[rank] > 0)
-        return parts
+            tokens = loan.tokens
+            lent[loan.owner] += tokens
+            helped[loan.helper] += token * tokens
+        size, pre, post = self.work.slice_tokens, dense * first, dense * (1 - first)
+        busy = [past is not None for past in pasts.values()]
+        return _Round(
+            query,
+            result,
+            [pre if here else 0.0 for here in busy],
+            [own if here else 0.0 for here in busy],
+            [0.0 if past is None else token * (past * size - lent[rank]) for rank, past in pasts.items()],
+            [helped[rank] for rank in pasts],
+            [post if here else 0.0 for here in busy],
+            [here and lent[rank] > 0 for rank, here in zip(pasts, busy, strict=True)],
+        )
 
-    def _transfers(self, kind: Kind, batch: BatchName, loans: Iterable[Loan]) -> dict[Loan, float]:
-        """How long each loan's transfer of a batch takes, if all of a rank's start at once and share its links."""
-        loans = tuple(loans)
-        back = goes_back(batch)
-        ends = {loan: (loan.helper, loan.owner) if back else (loan.owner, loan.helper) for loan in loans}
-        sizes = {loan: self.sizes.of(kind, batch, loan.tokens) for loan in loans}
-        out: defaultdict[tuple[int, float], int] = defaultdict(int)
-        into: defaultdict[tuple[int, float], int] = defaultdict(int)
-        for loan, (src, dst) in ends.items():
-            bandwidth = self.network.rate(src, dst).bandwidth
-            out[src, bandwidth] += sizes[loan]
-            into[dst, bandwidth] += sizes[loan]
-        took = {}
-        for loan, (src, dst) in ends.items():
-            rate = self.network.rate(src, dst)
-            shared = max(out[src, rate.bandwidth], into[dst, rate.bandwidth])
-            took[loan] = rate.latency + shared / rate.bandwidth
+    def _transfers(self, kind: Kind, loans: Sequence[Loan]) -> dict[BatchName, list[float]]:
+        """By batch, how long each loan's transfer takes, if all of a rank's start at once and share its links."""
+        rates = [self.network.rate(loan.owner, loan.helper) for loan in loans]
+        tokens = [loan.tokens for loan in loans]
+        owners = [(loan.owner, rate.bandwidth) for loan, rate in zip(loans, rates, strict=True)]
+        helpers = [(loan.helper, rate.bandwidth) for loan, rate in zip(loans, rates, strict=True)]
+        took: dict[BatchName, list[float]] = {}
+        for batch in batches(kind, self.work.again is not None):
+            sizes = {amount: self.sizes.of(kind, batch, amount) for amount in set(tokens)}
+            srcs, dsts = (helpers, owners) if goes_back(batch) else (owners, helpers)
+            out, into = dict.fromkeys(srcs, 0), dict.fromkeys(dsts, 0)
+            for src, dst, amount in zip(srcs, dsts, tokens, strict=True):
+                out[src] += sizes[amount]
+                into[dst] += sizes[amount]
+            took[batch] = [
+                rate.latency + max(out[src], into[dst]) / rate.bandwidth
+                for rate, src, dst in zip(rates, srcs, dsts, strict=True)
+            ]
         return took
 
 
-def _later(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
-    return {rank: max(a.get(rank, 0.0), time) for rank, time in b.items()}
+def _sum(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def _meet(loans: Iterable[Loan], posted: Mapping[int, float], took: Mapping[Loan, float]) -> dict[int, float]:
+def _later(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x if x > y else y for x, y in zip(a, b, strict=True)]
+
+
+def _meet(ends: _Ends, posted: Sequence[float], took: Sequence[float]) -> list[float]:
     """When each rank's batch has ended: its transfers start when both ends have posted theirs."""
-    done = dict(posted)
-    for loan in loans:
-        end = max(posted[loan.owner], posted[loan.helper]) + took[loan]
-        for rank in (loan.owner, loan.helper):
-            done[rank] = max(done[rank], end)
+    done = list(posted)
+    for owner, helper, time in zip(ends.owners, ends.helpers, took, strict=True):
+        end = max(posted[owner], posted[helper]) + time
+        if end > done[owner]:
+            done[owner] = end
+        if end > done[helper]:
+            done[helper] = end
     return done

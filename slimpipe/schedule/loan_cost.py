@@ -8,11 +8,12 @@ gradient, and the gradients back. In a backward that runs attention again they a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from slimpipe.schedule.exchange_transfers import BatchName, batches
 from slimpipe.schedule.moves import Passes
 from slimpipe.schedule.plan import PlanError
-from slimpipe.schedule.slots import Kind
+from slimpipe.schedule.slots import KINDS, Kind
 from slimpipe.schedule.work import Work
 
 
@@ -28,9 +29,21 @@ class LoanBytes:
 
     def of(self, kind: Kind, batch: BatchName, tokens: int) -> int:
         """Bytes of one loan's transfers of a batch, in one direction: A and B to the helper, C back."""
-        size = {"K": self.kv_token * tokens / 2, "Q": self.query, "out": self.query, "LSE": self.lse}
-        size |= {"V": size["K"], "dOut": self.query, "dQ": self.query, "dK": size["K"], "dV": size["K"]}
-        return round(sum(size[tensor] for tensor in batches(kind, self.again)[batch]))
+        ranges, fixed = self._tensors[kind, batch]
+        return round(ranges * (self.kv_token * tokens / 2) + fixed)
+
+    @cached_property
+    def _tensors(self) -> dict[tuple[Kind, BatchName], tuple[int, int]]:
+        """Of each batch, how many tensors are as long as the range, and the bytes of the others."""
+        fixed = {"Q": self.query, "out": self.query, "LSE": self.lse, "dOut": self.query, "dQ": self.query}
+        return {
+            (kind, batch): (
+                sum(tensor not in fixed for tensor in tensors),
+                sum(fixed.get(tensor, 0) for tensor in tensors),
+            )
+            for kind in KINDS
+            for batch, tensors in batches(kind, self.again).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -79,8 +92,11 @@ def worth_it(work: Work, sizes: LoanBytes, network: Network, layers: int) -> Pas
     `work` is of units of `layers` layers.
     """
 
+    @cache
+    def pays(kind: Kind, rate: Rate, tokens: int) -> bool:
+        return loan_time(sizes, rate, kind, tokens) <= work.of(kind).token * tokens / layers
+
     def passes(kind: Kind, owner: int, helper: int, tokens: int) -> bool:
-        saved = work.of(kind).token * tokens / layers
-        return loan_time(sizes, network.rate(owner, helper), kind, tokens) <= saved
+        return pays(kind, network.rate(owner, helper), tokens)
 
     return passes

@@ -7,6 +7,7 @@ pasts get equal moves, so a plan has few of them to make.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -53,13 +54,21 @@ def balanced_moves(pasts: Pasts, idle_more: float, ranks_per_node: int, spare: i
     `spare`: granules that a helper takes less than an owner keeps, as transfers take their time.
     """
     busy, idle = levels(pasts, idle_more)
-    while True:
-        surplus = {rank: past - busy for rank, past in enumerate(pasts) if past is not None and past > busy}
-        room = {rank: (idle if past is None else busy - past) - spare for rank, past in enumerate(pasts)}
-        room = {rank: granules for rank, granules in room.items() if granules > 0}
-        if sum(surplus.values()) <= sum(room.values()):
-            return [Move(*matched) for matched in match(surplus, room, ranks_per_node)]
-        busy, idle = busy + 1, idle + 1
+
+    def fits(more: int) -> bool:
+        """Whether busy ranks can keep to `more` granules above their level. If so, then to one more too."""
+        level, free = busy + more, idle + more - spare
+        surplus = sum([past - level for past in pasts if past is not None and past > level])
+        return surplus <= sum([max(0, free if past is None else level - spare - past) for past in pasts])
+
+    # Nobody has more than the longest past.
+    longest = max((past for past in pasts if past is not None), default=0)
+    more = 0 if fits(0) else bisect_left(range(max(0, longest - busy)), True, lo=1, key=fits)
+    busy, idle = busy + more, idle + more
+    surplus = {rank: past - busy for rank, past in enumerate(pasts) if past is not None and past > busy}
+    room = {rank: (idle if past is None else busy - past) - spare for rank, past in enumerate(pasts)}
+    room = {rank: granules for rank, granules in room.items() if granules > 0}
+    return [Move(*matched) for matched in match(surplus, room, ranks_per_node)]
 
 
 def idle_more(work: Work, kind: Kind, fill: Fill, granule: int) -> float:

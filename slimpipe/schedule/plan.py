@@ -60,22 +60,22 @@ class Plan:
     shape: Shape
     ranks: tuple[tuple[Action, ...], ...]
 
-    @property
+    @cached_property
     def is_lowered(self) -> bool:
         """Whether sends and receives are actions of the plan. One rank sends nothing, lowered or not."""
         return any(a.op.is_send or a.op.is_recv for actions in self.ranks for a in actions)
 
-    @property
+    @cached_property
     def has_vocabulary(self) -> bool:
         """Whether the vocabulary passes are actions of the plan; else the last stage's forwards make the loss."""
         return any(a.op.is_vocabulary for actions in self.ranks for a in actions)
 
-    @property
+    @cached_property
     def has_help(self) -> bool:
         """Whether idle ranks' help with attention is actions of the plan."""
         return any(a.op.is_help for actions in self.ranks for a in actions)
 
-    @property
+    @cached_property
     def has_swap(self) -> bool:
         """Whether units' ways to host memory and back are actions of the plan."""
         return any(a.op.is_swap for actions in self.ranks for a in actions)

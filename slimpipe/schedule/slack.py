@@ -20,30 +20,9 @@ Spans = tuple[tuple[Span, ...], ...]
 """By rank, its actions with their times, in order."""
 
 
-def latest(plan: Plan, costs: Costs) -> Spans:
-    """The forwards and backwards of a plan at their latest times within its shortest makespan; transfers are free.
-
-    Exact in itself: no action ends after the start of what follows on its rank, or of what consumes its output.
-    """
-    return _latest(plan, _earliest(plan, costs))
-
-
-def halfway(plan: Plan, costs: Costs) -> Spans:
-    """Half way from the earliest to the latest: every action can be as much late as early, and the step still be short.
-
-    That is possible for all at once: what binds two actions is a difference of their times, in both extremes met.
-    """
-    earliest = _earliest(plan, costs)
-    return tuple(
-        tuple(
-            Span(early.action, (early.start + late.start) / 2, (early.end + late.end) / 2)
-            for early, late in zip(*rows, strict=True)
-        )
-        for rows in zip(earliest.spans, _latest(plan, earliest), strict=True)
-    )
-
-
-def _earliest(plan: Plan, costs: Costs) -> Timeline:
+def earliest(plan: Plan, costs: Costs) -> Timeline:
+    """The forwards and backwards of a plan at their earliest times; transfers are free. Raises PlanError where one of
+    them costs nothing."""
     timeline = simulate(plan, costs)
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
@@ -52,7 +31,25 @@ def _earliest(plan: Plan, costs: Costs) -> Timeline:
     return timeline
 
 
-def _latest(plan: Plan, earliest: Timeline) -> Spans:
+def halfway(early: Spans, late: Spans) -> Spans:
+    """Half way from the earliest to the latest: every action can be as much late as early, and the step still be short.
+
+    That is possible for all at once: what binds two actions is a difference of their times, in both extremes met.
+    """
+    return tuple(
+        tuple(
+            Span(first.action, (first.start + last.start) / 2, (first.end + last.end) / 2)
+            for first, last in zip(*rows, strict=True)
+        )
+        for rows in zip(early, late, strict=True)
+    )
+
+
+def latest(plan: Plan, earliest: Timeline) -> Spans:
+    """The forwards and backwards at their latest times within the makespan of what `earliest` gave.
+
+    Exact in itself: no action ends after the start of what follows on its rank, or of what consumes its output.
+    """
     free_until = [earliest.makespan] * plan.shape.p
     needed_at: dict[Tensor, float] = {}
     late: list[list[Span]] = [[] for _ in plan.ranks]

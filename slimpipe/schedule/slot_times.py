@@ -27,6 +27,10 @@ class SlotTimes(Protocol):
         """By rank of a group bound by `loans`. `pasts`: slices before its unit, None for a rank without one."""
         ...
 
+    def longest(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan], limit: float) -> float:
+        """The last of these ranks' `until`; where that is above `limit`, anything above it."""
+        ...
+
 
 @dataclass(frozen=True)
 class InEqualTime:
@@ -36,6 +40,9 @@ class InEqualTime:
 
     def of(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan]) -> dict[int, Stay]:
         return dict.fromkeys(pasts, Stay(self.time, self.time))
+
+    def longest(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan], limit: float) -> float:
+        return self.time
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,9 @@ class Together:
             times[rank] = own + load.token * balance[rank]
         longest = max(times.values())
         return {rank: Stay(longest, time) for rank, time in times.items()}
+
+    def longest(self, kind: Kind, pasts: Mapping[int, int | None], loans: Sequence[Loan], limit: float) -> float:
+        return max(stay.until for stay in self.of(kind, pasts, loans).values())
 
 
 def _net_tokens(loans: Iterable[Loan]) -> defaultdict[int, int]:

@@ -53,7 +53,7 @@ from slimpipe.schedule.in_flight import is_forward_only
 from slimpipe.schedule.in_phase import slot_spans
 from slimpipe.schedule.plan import Plan, PlanError
 from slimpipe.schedule.simulate import simulate
-from slimpipe.schedule.slack import Spans, halfway, latest
+from slimpipe.schedule.slack import Spans, earliest, halfway, latest
 from slimpipe.schedule.slots import Slots, slots_of
 
 BROADCAST_BESIDE = 2
@@ -88,7 +88,9 @@ def add_vocabulary(plan: Plan, costs: Costs | None = None, slots: Slots | None =
         costs = costs or equal_costs()
         # The passes take the same of every rank: to compare ranks, they may be left out.
         alone = replace(costs, vocabulary=VocabularyCosts())
-        timelines += [halfway(plan, alone), latest(plan, alone)]
+        early = earliest(plan, alone)
+        late = latest(plan, early)
+        timelines += [halfway(early.spans, late), late]
         return min((_place(plan, spans) for spans in timelines), key=lambda placed: simulate(placed, costs).makespan)
     return _place(plan, timelines[0])
 

@@ -27,6 +27,7 @@ from slimpipe.schedule import (
     balance,
     build,
     check,
+    collector_paused,
     default_granule,
     forward_only,
     if_shorter,
@@ -88,6 +89,7 @@ class Planned:
         return HostLinks(self.plan.shape.p, None if self.swap is None else self.swap.bytes, rate, self.kv)
 
 
+@collector_paused()
 def make_plan(config: Config, progress: Callable[[str], None] = lambda what: None) -> Planned:
     """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError.
 
@@ -104,6 +106,7 @@ def make_plan(config: Config, progress: Callable[[str], None] = lambda what: Non
     return Planned(plan, exchange, window, peaks)
 
 
+@collector_paused()
 def make_evaluation_plan(config: Config, trained: Planned, progress: Callable[[str], None]) -> Planned:
     """The plan of an evaluation of one global batch: the schedule's forwards, with passes and loans of their own.
 

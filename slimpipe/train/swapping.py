@@ -27,7 +27,7 @@ from slimpipe.runtime.engine import Engine
 from slimpipe.runtime.kv_streaming import KVHostMemoryError, SlotStreams
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.swap_memory import HostMemoryError, host_need, pin
-from slimpipe.schedule import HostLinks, KVStream, Timeline, check, exchange_refusal
+from slimpipe.schedule import HostLinks, KVStream, Timeline, check, collector_paused, exchange_refusal
 from slimpipe.swap import UnitSwaps
 from slimpipe.swap.host_memory import available
 from slimpipe.swap.streams import Streams, make_streams
@@ -49,6 +49,7 @@ def least_bytes(device: torch.device) -> int:
     return MIN_BYTES if device.type == "cuda" else 1
 
 
+@collector_paused()
 def plan_swaps(
     config: Config,
     planned: Planned,

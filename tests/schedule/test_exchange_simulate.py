@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -53,6 +54,7 @@ from slimpipe.schedule.exchange_transfers import batches
 from slimpipe.schedule.loan_cost import loan_time
 from slimpipe.schedule.moves import Fill, balanced_moves, idle_more
 from slimpipe.schedule.slot_times import Stay
+from slimpipe.schedule.slots import Kind
 from tests.schedule.shapes import slimpipe_shapes
 
 SLICE = 512
@@ -332,8 +334,8 @@ def test_transfers_of_a_batch_share_a_ranks_links() -> None:
     apart = [lend("F", 0, 1, 4), lend("F", 3, 2, 4)]
     pasts = {0: 30, 1: 30, 2: 30, 3: 30}
     took = slot_times(network)
-    assert took._transfers("F", "B", shared) == dict.fromkeys(shared, 12.0)
-    assert took._transfers("F", "B", apart) == dict.fromkeys(apart, 6.0)
+    assert took._transfers("F", shared)["B"] == [12.0, 12.0]
+    assert took._transfers("F", apart)["B"] == [6.0, 6.0]
     assert took.of("F", pasts, apart)[0].until <= took.of("F", pasts, shared)[0].until
 
 
@@ -345,6 +347,30 @@ def test_loans_first_hides_the_way_back() -> None:
     balanced = 6 + 1 + 60
     assert first[0].until == pytest.approx(balanced)
     assert last[0].until == pytest.approx(balanced + 3 * 2.0)
+
+
+@given(
+    st.sampled_from(["F", "B"]),
+    st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=2, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 4)), max_size=6),
+    st.sampled_from([1e9, 30.0, 3.0]),
+    st.floats(0.0, 2.0),
+)
+def test_the_longest_rank_is_known_up_to_a_limit(
+    kind: Kind, pasts: list[int | None], lent: list[tuple[int, int, int]], bandwidth: float, share: float
+) -> None:
+    """Below the limit the last rank's time, to the bit; above it something above it."""
+    by_rank = dict(enumerate(pasts))
+    # No rank lends more than its past.
+    loans = [lend(kind, a, b, n) for a, b, n in lent if a != b and b < len(pasts) and a < len(pasts) and pasts[a]]
+    loans = list({loan.owner: loan for loan in loans}.values())
+    by_layer = slot_times(Network(Rate(0.1, bandwidth), Rate(0.2, bandwidth / 2), 2))
+    for times in (by_layer, Together(WORK)):
+        last = max(stay.until for stay in times.of(kind, by_rank, loans).values())
+        assert times.longest(kind, by_rank, loans, math.inf) == times.longest(kind, by_rank, loans, last) == last
+        limit = share * last
+        found = times.longest(kind, by_rank, loans, limit)
+        assert found == last if last <= limit else found > limit
 
 
 # ---- choosing by times ----

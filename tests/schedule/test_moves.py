@@ -73,6 +73,23 @@ def test_near_helpers_are_preferred() -> None:
     assert network.rate(0, 1) == network.inside and network.rate(1, 2) == network.between
 
 
+@given(PASTS, IDLE_MORE, st.integers(0, 40))
+def test_a_spare_raises_the_level_no_more_than_it_has_to(pasts: Pasts, more: float, spare: int) -> None:
+    """Owners keep the least at which helpers, each so much below, have room for the rest."""
+    busy, idle = levels(pasts, more)
+    while True:
+        rooms = [max(0, (idle if past is None else busy - past) - spare) for past in pasts]
+        surplus = sum(max(0, past - busy) for past in pasts if past is not None)
+        if surplus <= sum(rooms):
+            break
+        busy, idle = busy + 1, idle + 1
+    moves = balanced_moves(pasts, more, len(pasts), spare)
+    assert sum(move.amount for move in moves) == surplus
+    kept = after(pasts, moves)
+    assert all(kept[move.owner] == busy for move in moves)
+    assert all(kept[move.helper] - (pasts[move.helper] or 0) <= rooms[move.helper] for move in moves)
+
+
 @given(PASTS, IDLE_MORE, st.integers(1, 12))
 def test_balanced_is_whole_and_sound(pasts: Pasts, more: float, near: int) -> None:
     moves = balanced_moves(pasts, more, near)

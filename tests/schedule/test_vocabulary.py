@@ -223,7 +223,7 @@ def test_latest_times(case: Case, forward: int, backward: int) -> None:
     plan = build(*case)
     costs = equal_costs(forward, backward)
     earliest = simulate(plan, costs)
-    late = latest(plan, costs)
+    late = latest(plan, earliest)
     consumer = {
         input_of(plan.shape, rank, span.action): span.start for rank, spans in enumerate(late) for span in spans
     }
@@ -244,7 +244,7 @@ def test_halfway_breaks_no_rule(case: Case, forward: int, backward: int) -> None
     costs = equal_costs(forward, backward)
     earliest = simulate(plan, costs)
     made_at = {}
-    middle = halfway(plan, costs)
+    middle = halfway(earliest.spans, latest(plan, earliest))
     for rank, spans in enumerate(middle):
         for span in spans:
             made_at[output_of(plan.shape, rank, span.action)] = span.end

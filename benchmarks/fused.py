@@ -37,12 +37,14 @@ COLUMNS |= {"failed": ""}
 
 @dataclass(frozen=True)
 class Operation:
-    """`form`: the fused function; `arguments`: what it is called with; `moved`: bytes it must read and write."""
+    """`form`: the fused function; `arguments`: what it is called with; `moved`: bytes it must read and write;
+    `compiles`: whether the compiler is tried with it."""
 
     form: Fused[Any, Any]
     arguments: tuple[Any, ...]
     moved: int
     liger: Callable[[], Any] | None = None
+    compiles: bool = True
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -111,19 +113,34 @@ def operations() -> dict[str, Callable[[], Operation]]:
         both, g = noise(1, TOKENS, 2 * INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
         gate, up = noise(1, TOKENS, INTERMEDIATE), noise(1, TOKENS, INTERMEDIATE)
         liger = _liger_backward("swiglu.LigerSiLUMulFunction", g, gate, up)
-        halves = torch.empty_like(both).flatten(0, 1).chunk(2, -1)
-        arguments = (g.flatten(0, 1), both.flatten(0, 1), *halves)
-        return Operation(swiglu.swiglu_backward_into, arguments, nbytes(g) + 2 * nbytes(both), liger)
+        return Operation(swiglu.swiglu_backward, (g, both), nbytes(g) + 2 * nbytes(both), liger, compiles=False)
+
+    def swiglu_backward_into() -> Operation:
+        """What runs inside of the other where the kernel by Triton does not."""
+        both, g = noise(TOKENS, 2 * INTERMEDIATE), noise(TOKENS, INTERMEDIATE)
+        halves = torch.empty_like(both).chunk(2, -1)
+        return Operation(swiglu.swiglu_backward_into, (g, both, *halves), nbytes(g) + 2 * nbytes(both))
 
     def rotate() -> Operation:
         """Queries and keys in one tensor here; Liger takes them apart, heads first."""
-        x = noise(1, TOKENS, HEADS + KV_HEADS, HEAD)
-        angles = torch.arange(float(TOKENS), device="cuda")[:, None, None] * torch.rand(HEAD // 2, device="cuda")
+        qkv, (cos, sin) = noise(1, TOKENS, HEADS + 2 * KV_HEADS, HEAD), angles()
         q, k = noise(1, HEADS, TOKENS, HEAD), noise(1, KV_HEADS, TOKENS, HEAD)
-        tables = [t[:, 0].repeat(1, 2)[None].bfloat16() for t in (angles.cos(), angles.sin())]
-        return Operation(
-            rope.rotate, (x, angles.cos(), angles.sin()), 2 * nbytes(x), _liger("rope.LigerRopeFunction", q, k, *tables)
-        )
+        tables = [table[:, 0].repeat(1, 2)[None].bfloat16() for table in (cos, sin)]
+        liger = _liger("rope.LigerRopeFunction", q, k, *tables)
+        return Operation(rope.rotate_heads, (qkv, cos, sin, (HEADS, KV_HEADS, KV_HEADS)), 2 * nbytes(q, k), liger)
+
+    def rotate_back() -> Operation:
+        """The gradient of values, which is copied, among them."""
+        dq, dk, dv = (noise(1, TOKENS, heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        return Operation(rope.rotate_heads_back, (dq, dk, dv, *angles()), 2 * nbytes(dq, dk, dv))
+
+    def angles() -> tuple[Tensor, Tensor]:
+        found = torch.arange(float(TOKENS), device="cuda")[:, None, None] * torch.rand(HEAD // 2, device="cuda")
+        return found.cos(), found.sin()
+
+    def norm_again() -> Operation:
+        x, rstd, weight = noise(1, TOKENS, HIDDEN), noise(1, TOKENS, 1, dtype=torch.float32).abs(), noise(HIDDEN)
+        return Operation(norm.rms_norm_again, (x, rstd, weight), 2 * nbytes(x))
 
     def merged(parts: int) -> Operation:
         outs = [noise(1, TOKENS, HEADS, HEAD) for _ in range(parts)]
@@ -156,12 +173,15 @@ def operations() -> dict[str, Callable[[], Operation]]:
 
     return {
         "RMSNorm forward": norm_forward,
+        "RMSNorm again": norm_again,
         "RMSNorm backward": norm_backward,
         "add and RMSNorm forward": add_norm_forward,
         "RMSNorm backward and the residual's gradient": norm_and_residual_backward,
         "SwiGLU forward": swiglu_forward,
         "SwiGLU backward": swiglu_backward,
+        "SwiGLU backward, compiled": swiglu_backward_into,
         "RoPE, Q and K": rotate,
+        "RoPE backward, Q, K and V": rotate_back,
         "LSE merge of 2": lambda: merged(2),
         "LSE merge of 3": lambda: merged(3),
         "LSE merge of 4": lambda: merged(4),
@@ -212,15 +232,16 @@ def measure(operation: Operation, rate: float) -> dict[str, Any]:
     row: dict[str, Any] = {"least_us": 1e6 * operation.moved / rate}
     calls: dict[str, Callable[[], Any]] = {
         "plain": lambda: form.plain(*arguments),
-        "compiled": lambda: form.compiled(*arguments),
     }
+    if operation.compiles:
+        calls["compiled"] = lambda: form.compiled(*arguments)
     kernel = form.triton
     with torch.no_grad():
         # As the form itself chooses: where gradients are recorded a kernel fits nothing that wants one.
         if kernel is not None and kernel.fits(*arguments):
             calls["triton"] = lambda: kernel.run(*arguments)
         row |= {f"{name}_us": microseconds(call) for name, call in calls.items()}
-        row |= {f"{name}_host_us": host_microseconds(calls[name]) for name in ("plain", "compiled")}
+        row |= {f"{name}_host_us": host_microseconds(calls[name]) for name in ("plain", "compiled") if name in calls}
         row["runs"] = next(name for name in form.on_gpus if name in calls)
         row["host_us"] = host_microseconds(lambda: form(*arguments))
     row["of_least"] = row[f"{row['runs']}_us"] / row["least_us"]

@@ -25,11 +25,18 @@ Form = Literal["triton", "compiled", "plain"]
 ON_GPUS: Final[Mapping[str, Sequence[Form]]] = MappingProxyType(
     {
         "rms_norm_backward": ("triton", "compiled"),
+        "rms_norm_forward": ("triton", "compiled"),
+        "rms_norm_again": ("triton", "compiled"),
         # Compiled, the norm would be that of a sum that is not rounded.
         "add_rms_norm_forward": ("triton", "plain"),
         "_merge_into": ("triton", "compiled"),
         # Its lengths are those of all pasts, and the compiler would make code for each.
         "add_pairs": ("triton", "plain"),
+        "swiglu_forward": ("triton", "compiled"),
+        # Plain it calls a function that runs compiled.
+        "swiglu_backward": ("triton", "plain"),
+        "rotate_heads": ("triton", "compiled"),
+        "rotate_heads_back": ("triton", "compiled"),
     }
 )
 """By a function's name, the forms that a GPU runs it in: the first that takes its arguments. Others run compiled.

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
+from slimpipe.kernels.fuse import fused_or_triton, upcast
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
 
 
-@fused
+@fused_or_triton("slimpipe.kernels.triton.norm_forward")
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [.., H], weight [H] -> (y [.., H], rstd [.., 1]); statistics and product in fp32, rounded once."""
     wide = upcast(x)
@@ -36,7 +36,7 @@ def add_rms_norm_forward(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -
     return h, *rms_norm_forward.plain(h, weight, eps)
 
 
-@fused
+@fused_or_triton("slimpipe.kernels.triton.norm_again")
 def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     """y once more from what is saved; bit for bit what `rms_norm_forward` gave."""
     return (upcast(x) * rstd * upcast(weight)).to(x.dtype)

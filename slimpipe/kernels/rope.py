@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device) -> Tensor:
@@ -61,3 +62,40 @@ class _Rope(torch.autograd.Function):
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [b, s, heads, d], (cos, sin) from `rope_table` -> [b, s, heads, d]. Its backward keeps no x."""
     return _Rope.apply(x, cos, sin)
+
+
+@fused_or_triton("slimpipe.kernels.triton.rope")
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """The first two groups of `heads` (queries', keys', values') of qkv [b, s, sum(heads), d], rotated."""
+    q, k, _ = qkv.split(heads, 2)
+    return rotate.plain(q, cos, sin), rotate.plain(k, cos, sin)
+
+
+@fused_or_triton("slimpipe.kernels.triton.rope_backward")
+def rotate_heads_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradient of qkv from those of `rotate_heads` and of the values, [b, s, heads, d] each; contiguous."""
+    return torch.cat((rotate.plain(dq, cos, -sin), rotate.plain(dk, cos, -sin), dv), 2)
+
+
+class _RopeOfHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        qkv = qkv.unflatten(-1, (sum(heads), -1))
+        # A tensor of its own, as for a Function's output in `slimpipe.kernels.norm`.
+        return *rotate_heads(qkv, cos, sin, heads), qkv.detach()[:, :, heads[0] + heads[1] :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return rotate_heads_back(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
+
+
+def rope_of_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [b, s, sum(heads) d], `heads` of queries, keys and values: (`rope` of q, `rope` of k, v), [b, s, heads, d].
+
+    One node of autograd's graph for what splitting and `rope` take four and a sum for. Its backward keeps no qkv.
+    """
+    return _RopeOfHeads.apply(qkv, cos, sin, heads)

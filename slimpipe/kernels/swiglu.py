@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slimpipe.kernels.fuse import fused, upcast
+from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient
 
 
-@fused
+@fused_or_triton("slimpipe.kernels.triton.swiglu")
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """gate_up [.., 2 I], gate first -> silu(gate) * up [.., I]; taken in fp32, rounded once."""
     gate, up = upcast(gate_up).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+@fused_or_triton("slimpipe.kernels.triton.swiglu_backward")
 def swiglu_backward(g: Tensor, gate_up: Tensor) -> Tensor:
     """g [.., I] -> gradient of gate_up [.., 2 I]."""
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
+from slimpipe.kernels.rope import inverse_frequencies, rope, rope_of_heads, rope_table
 from slimpipe.models.contract import Slice
 from slimpipe.models.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, project_residual
 
@@ -33,11 +33,13 @@ class Attention(nn.Module):
         # Of a second run no key or value is read but by its norm: only queries are computed.
         queries = self.heads[0] * self.settings.head_dim if slice.again and self.k_norm is None else None
         qkv, x = project_residual(x, None, norm, self.qkv, self.lean, queries)
-        q, k, v = qkv.unflatten(-1, (-1, self.settings.head_dim)).split(self.heads, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = slice.memo("rope", lambda: self._rope_table(slice.positions))
-        out = slice.attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
+        if self.q_norm is None or self.k_norm is None:
+            q, k, v = rope_of_heads(qkv, cos, sin, self.heads)
+        else:
+            q, k, v = qkv.unflatten(-1, (-1, self.settings.head_dim)).split(self.heads, dim=2)
+            q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
+        out = slice.attend(self.layer, q, k, v)
         return self.output(out.flatten(2)), x
 
     def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:

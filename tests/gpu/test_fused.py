@@ -115,6 +115,50 @@ def test_the_norm_of_a_sum_by_triton(shape: tuple[int, ...], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norm_and_the_norm_again_by_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = noise(*shape, dtype=dtype), noise(shape[-1], dtype=dtype)
+    y, rstd = by_triton(norm.rms_norm_forward, x, weight, 1e-5)
+    for again in (norm.rms_norm_again.plain(x, rstd, weight), norm.rms_norm_again.compiled(x, rstd, weight)):
+        assert torch.equal(y, again)
+    assert torch.equal(y, by_triton(norm.rms_norm_again, x, rstd, weight))
+    exact, exact_rstd = norm.rms_norm_forward.plain(x.double(), weight.double(), 1e-5)
+    plain, _ = norm.rms_norm_forward.plain(x, weight, 1e-5)
+    assert off(y, exact) <= 1.02 * off(plain, exact) + 2e-7
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 512, 14336), (2, 77, 1040), (3, 16)], ids=str)
+def test_swiglu_by_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate_up, g = noise(*shape[:-1], 2 * shape[-1], dtype=dtype), noise(*shape, dtype=dtype)
+    for function, arguments in ((swiglu.swiglu_forward, (gate_up,)), (swiglu.swiglu_backward, (g, gate_up))):
+        found, plain = by_triton(function, *arguments), function.plain(*arguments)
+        exact = function.plain(*(tensor.double() for tensor in arguments))
+        assert found.dtype == dtype and found.shape == exact.shape
+        assert off(found, exact) <= 1.02 * off(plain, exact) + 5e-7
+        assert torch.equal(found, by_triton(function, *arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("d", [128, 64, 24])
+def test_rope_of_all_heads_by_triton(d: int, dtype: torch.dtype) -> None:
+    b, s, heads = 2, 333, (6, 2, 2)
+    angles = torch.arange(float(s), device="cuda")[:, None, None] * torch.rand(d // 2, device="cuda")
+    cos, sin = angles.cos(), angles.sin()
+    forward = (noise(b, s, sum(heads), d, dtype=dtype), cos, sin, heads)
+    by_heads = noise(b, heads[0], s, d, dtype=dtype).transpose(1, 2)
+    part_of_more = noise(b, s + 3, heads[1], d, dtype=dtype)[:, 3:]
+    backward = (by_heads, part_of_more, noise(b, s, heads[2], d, dtype=dtype), cos, sin)
+    for function, arguments in ((rope.rotate_heads, forward), (rope.rotate_heads_back, backward)):
+        wide = [x.double() if isinstance(x, Tensor) else x for x in arguments]
+        found = _tuple(by_triton(function, *arguments))
+        for a, p, e in zip(found, *(_tuple(function.plain(*x)) for x in (arguments, wide)), strict=True):
+            assert a.dtype == dtype and a.shape == e.shape and a.is_contiguous()
+            assert off(a, e) <= 1.02 * off(p, e) + 2e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_the_merge_by_triton(parts: int, dtype: torch.dtype) -> None:
     b, s, h, d = 2, 517, 6, 96

@@ -11,8 +11,21 @@ import torch
 from torch import Tensor
 
 from slimpipe.kernels.merge import _merge_into, merge_reference
-from slimpipe.kernels.norm import add_rms_norm_forward, rms_norm_backward
-from slimpipe.kernels.triton import add, add_norm, merge, norm
+from slimpipe.kernels.norm import add_rms_norm_forward, rms_norm_again, rms_norm_backward, rms_norm_forward
+from slimpipe.kernels.rope import rotate_heads, rotate_heads_back
+from slimpipe.kernels.swiglu import swiglu_backward, swiglu_forward
+from slimpipe.kernels.triton import (
+    add,
+    add_norm,
+    merge,
+    norm,
+    norm_again,
+    norm_forward,
+    rope,
+    rope_backward,
+)
+from slimpipe.kernels.triton import swiglu as swiglu_kernel
+from slimpipe.kernels.triton import swiglu_backward as swiglu_backward_kernel
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Over the number: half of the distance between neighbours, one rounding; all of it for what is cut off.
@@ -105,6 +118,134 @@ def test_sums_that_do_not_fit() -> None:
     assert not add_norm.fits(x.double(), x.double(), weight.double(), 1e-5)
     with torch.enable_grad():
         assert not add_norm.fits(x, x.clone().requires_grad_(), weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_the_norm_and_the_norm_again(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The second to the bits of the first, and that to those of a sum's norm."""
+    x, weight = noise(*shape, dtype=dtype), noise(shape[-1], dtype=dtype, seed=1)
+    assert norm_forward.fits(x, weight, 1e-5)
+    y, rstd = norm_forward.run(x, weight, 1e-5)
+    exact, exact_rstd = rms_norm_forward.plain(x.double(), weight.double(), 1e-5)
+    assert y.dtype == dtype and y.shape == x.shape and rstd.shape == (*shape[:-1], 1)
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
+    assert_rounded_once(y, exact, exact.abs())
+    assert norm_again.fits(x, rstd, weight)
+    again = norm_again.run(x, rstd, weight)
+    assert torch.equal(again, y)
+    if dtype == torch.float32:
+        assert torch.equal(again, rms_norm_again.plain(x, rstd, weight))
+    _, of_sum, rstd_of_sum = add_norm.run(x, torch.zeros_like(x), weight, 1e-5)
+    assert torch.equal(of_sum, y) and torch.equal(rstd_of_sum, rstd)
+
+
+def test_norms_alone_that_do_not_fit() -> None:
+    x, rstd, weight = noise(6, 64), torch.ones(6, 1), noise(64)
+    assert norm_forward.fits(x, weight, 1e-5) and norm_again.fits(x, rstd, weight)
+    for other in (x.double(), noise(64, 6).T, noise(6 * 64 + 1)[1:].view(6, 64), x[:0], noise(1, 32768)):
+        assert not norm_forward.fits(other, weight, 1e-5) and not norm_again.fits(other, rstd, weight)
+    with torch.enable_grad():
+        wants = x.clone().requires_grad_()
+        assert not norm_forward.fits(wants, weight, 1e-5) and not norm_again.fits(wants, rstd, weight)
+
+
+# ---- SwiGLU ----
+
+
+SWIGLUS = [(1, 7, 96), (2, 3, 2080), (5, 16), (16,)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SWIGLUS, ids=str)
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    *outer, inner = shape
+    gate_up, g = noise(*outer, 2 * inner, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
+    assert swiglu_kernel.fits(gate_up) and swiglu_backward_kernel.fits(g, gate_up)
+    out, gradient = swiglu_kernel.run(gate_up), swiglu_backward_kernel.run(g, gate_up)
+    assert out.dtype == gradient.dtype == dtype and out.shape == shape and gradient.shape == gate_up.shape
+    assert_rounded_once(out, swiglu_forward.plain(gate_up.double()), 4)
+    assert_rounded_once(gradient, swiglu_backward.plain(g.double(), gate_up.double()), 8)
+
+
+def test_swiglus_that_do_not_fit() -> None:
+    gate_up, g = noise(6, 64), noise(6, 32)
+    assert swiglu_kernel.fits(gate_up) and swiglu_backward_kernel.fits(g, gate_up)
+    for other in (gate_up.double(), noise(64, 6).T, noise(6 * 64 + 1)[1:].view(6, 64), gate_up[:0]):
+        assert not swiglu_kernel.fits(other) and not swiglu_backward_kernel.fits(g, other)
+    assert not swiglu_kernel.fits(noise(6, 68)) and not swiglu_backward_kernel.fits(noise(6, 34), noise(6, 68))
+    assert not swiglu_backward_kernel.fits(g.expand(2, 6, 32), gate_up.expand(2, 6, 64))
+    assert not swiglu_backward_kernel.fits(g.bfloat16(), gate_up)
+    with torch.enable_grad():
+        wants = gate_up.clone().requires_grad_()
+        assert not swiglu_kernel.fits(wants) and not swiglu_backward_kernel.fits(g, wants)
+
+
+# ---- RoPE ----
+
+
+def tables(tokens: int, d: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(3.0, 3.0 + tokens)[:, None, None] * noise(d // 2, seed=9)
+    return angles.cos(), angles.sin()
+
+
+ROPES = [((1, 19, 4, 2), 64), ((2, 5, 3, 1), 8), ((1, 1, 1, 1), 128), ((2, 33, 2, 2), 24)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "d"), ROPES, ids=str)
+def test_rope_of_all_heads(shape: tuple[int, int, int, int], d: int, dtype: torch.dtype) -> None:
+    b, s, queries, keys = shape
+    heads = (queries, keys, keys)
+    cos, sin = tables(s, d)
+    qkv = noise(b, s, sum(heads), d, dtype=dtype)
+    assert rope.fits(qkv, cos, sin, heads)
+    exact = rotate_heads.plain(qkv.double(), cos.double(), sin.double(), heads)
+    for found, expected in zip(rope.run(qkv, cos, sin, heads), exact, strict=True):
+        assert found.dtype == dtype and found.shape == expected.shape and found.is_contiguous()
+        assert_rounded_once(found, expected, 4)
+
+
+@pytest.mark.parametrize("layout", ["tokens", "heads", "part"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "d"), ROPES, ids=str)
+def test_ropes_backward(shape: tuple[int, int, int, int], d: int, dtype: torch.dtype, layout: str) -> None:
+    """Gradients laid out by tokens, by heads as a kernel may leave them, or parts of more."""
+    b, s, queries, keys = shape
+
+    def gradient(heads: int, seed: int) -> Tensor:
+        if layout == "heads":
+            return noise(b, heads, s, d, dtype=dtype, seed=seed).transpose(1, 2)
+        if layout == "part":
+            return noise(b, s + 3, heads + 1, 2 * d, dtype=dtype, seed=seed)[:, 3:, 1:, d:]
+        return noise(b, s, heads, d, dtype=dtype, seed=seed)
+
+    cos, sin = tables(s, d)
+    gradients = gradient(queries, 1), gradient(keys, 2), gradient(keys, 3)
+    assert rope_backward.fits(*gradients, cos, sin)
+    found = rope_backward.run(*gradients, cos, sin)
+    exact = rotate_heads_back.plain(*(x.double() for x in gradients), cos.double(), sin.double())
+    assert found.dtype == dtype and found.shape == exact.shape and found.is_contiguous()
+    assert_rounded_once(found, exact, 4)
+    assert torch.equal(found[:, :, queries + keys :], gradients[2])
+
+
+def test_ropes_that_do_not_fit() -> None:
+    heads, (cos, sin) = (4, 2, 2), tables(5, 16)
+    qkv, dq, dk = noise(1, 5, 8, 16), noise(1, 5, 4, 16), noise(1, 5, 2, 16)
+    assert rope.fits(qkv, cos, sin, heads) and rope_backward.fits(dq, dk, dk, cos, sin)
+    for other in (qkv.double(), noise(1, 8, 5, 16).transpose(1, 2), noise(1, 5, 8, 32)[..., 16:], qkv[:, :0]):
+        assert not rope.fits(other, cos, sin, heads)
+    for wrong in (cos[:4], cos.double(), cos.flatten(1), noise(5, 1, 16)[..., ::2]):
+        assert not rope.fits(qkv, wrong, sin, heads) and not rope_backward.fits(dq, dk, dk, wrong, sin)
+        assert not rope.fits(qkv, cos, wrong, heads) and not rope_backward.fits(dq, dk, dk, cos, wrong)
+    assert not rope_backward.fits(dq, dk, dq, cos, sin)
+    assert not rope_backward.fits(dq, dk, dk.bfloat16(), cos, sin)
+    assert not rope_backward.fits(noise(1, 5, 4, 1).expand(1, 5, 4, 16), dk, dk, cos, sin)
+    assert not rope_backward.fits(dq, dk, noise(1, 5, 2, 20)[..., :16], cos, sin)
+    with torch.enable_grad():
+        assert not rope.fits(qkv.clone().requires_grad_(), cos, sin, heads)
+        assert not rope_backward.fits(dq, dk, dk.clone().requires_grad_(), cos, sin)
 
 
 # ---- merge ----

@@ -22,7 +22,7 @@ from slimpipe.kernels.norm import (
     rms_norm_again,
     rms_norm_backward,
 )
-from slimpipe.kernels.rope import inverse_frequencies, rope, rope_table
+from slimpipe.kernels.rope import inverse_frequencies, rope, rope_of_heads, rope_table
 from slimpipe.kernels.sums import add_rounded, sum_rounded
 from slimpipe.kernels.swiglu import swiglu_linear
 from slimpipe.kernels.twice import recomputed
@@ -102,6 +102,21 @@ def test_value_and_gradients_are_autograds(name: str) -> None:
     g = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(found, inputs, g), torch.autograd.grad(expected, inputs, g), strict=True):
         assert float((a - b).norm() / b.norm()) <= (1e-6 if name == "rope" else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(3, 1, 1), (2, 2, 2)], ids=str)
+def test_rope_of_all_heads_is_that_of_each_to_the_bit(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    cos, sin = rope_table(torch.arange(5, 12), inverse_frequencies(8, 10000.0, None, torch.device("cpu")))
+    qkv = noise(2, 7, sum(heads) * 8).detach().to(dtype).requires_grad_()
+    q, k, v = qkv.unflatten(-1, (-1, 8)).split(heads, 2)
+    expected = rope(q, cos, sin), rope(k, cos, sin), v
+    found = rope_of_heads(qkv, cos, sin, heads)
+    # Of keys as attention leaves them, by heads.
+    gradients = [noise(2, n, 7, 8).detach().to(dtype).transpose(1, 2) for n in heads]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) and a.requires_grad
+    assert torch.equal(*(torch.autograd.grad(outs, qkv, gradients)[0] for outs in (found, expected)))
 
 
 # ---- the residual stream beside a norm ----

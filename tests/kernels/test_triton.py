@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimpipe.kernels import fuse, merge, norm, sums
+from slimpipe.kernels import fuse, merge, norm, rope, sums, swiglu
 from tests.support.triton_variants import Variant, launches_noted
 
 triton = pytest.importorskip("triton")
@@ -106,6 +106,42 @@ def test_norms_of_sums_of_all_lengths_are_one_code(met: set[Variant]) -> None:
     assert len(met) == 1
 
 
+def test_norms_alone_of_all_lengths_are_one_code(met: set[Variant]) -> None:
+    for tokens in LENGTHS:
+        x, rstd = torch.empty(1, tokens, 64, dtype=torch.bfloat16), torch.empty(1, tokens, 1)
+        for function, arguments in (
+            (norm.rms_norm_forward, (x, x[0, 0], 1e-5)),
+            (norm.rms_norm_again, (x, rstd, x[0, 0])),
+        ):
+            assert function.triton is not None and function.triton.fits(*arguments)
+            function.triton.run(*arguments)
+    assert len(met) == 2
+
+
+def test_swiglus_of_all_lengths_are_one_code(met: set[Variant]) -> None:
+    for tokens in LENGTHS:
+        gate_up, g = (torch.empty(1, tokens, width, dtype=torch.bfloat16) for width in (96, 48))
+        for function, arguments in ((swiglu.swiglu_forward, (gate_up,)), (swiglu.swiglu_backward, (g, gate_up))):
+            assert function.triton is not None and function.triton.fits(*arguments)
+            function.triton.run(*arguments)
+    assert len(met) == 2
+
+
+def test_ropes_of_all_lengths_and_layouts_are_one_code(met: set[Variant]) -> None:
+    for b, tokens in [(1, 1), (1, 16), (2, 17), (1, 250), (2, 4096)]:
+        cos = torch.empty(tokens, 1, 8)
+        qkv, dq, dk = (torch.empty(b, tokens, heads, 16, dtype=torch.bfloat16) for heads in (8, 4, 2))
+        by_heads = torch.empty(b, 4, tokens, 16, dtype=torch.bfloat16).transpose(1, 2)
+        for function, arguments in (
+            (rope.rotate_heads, (qkv, cos, cos, (4, 2, 2))),
+            (rope.rotate_heads_back, (dq, dk, dk, cos, cos)),
+            (rope.rotate_heads_back, (by_heads, dk, dk, cos, cos)),
+        ):
+            assert function.triton is not None and function.triton.fits(*arguments)
+            function.triton.run(*arguments)
+    assert len(met) == 2
+
+
 # ---- which form runs ----
 
 
@@ -143,9 +179,10 @@ def test_a_gpu_runs_the_first_form_that_takes_the_arguments(monkeypatch: pytest.
 
 
 def test_every_name_of_the_table_is_a_function_with_its_forms() -> None:
-    forms = (norm.rms_norm_backward, norm.add_rms_norm_forward, merge._merge_into, sums.add_pairs)
-    functions = {f.plain.__name__: f for f in forms}
-    assert set(fuse.ON_GPUS) <= set(functions)
+    modules = (merge, norm, rope, sums, swiglu)
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, fuse.Fused)]
+    functions = {function.plain.__name__: function for function in found if function.plain.__name__ in fuse.ON_GPUS}
+    assert set(fuse.ON_GPUS) == set(functions)
     for name, function in functions.items():
         form = function.triton
         assert form is not None and callable(form.fits) and callable(form.run), name

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimpipe.kernels.triton import aligned, power_of_two, recorded
+from slimpipe.kernels.triton import aligned, recorded
 from slimpipe.kernels.triton.launch import Launcher
-from slimpipe.kernels.triton.norm import TILE, WIDEST
+from slimpipe.kernels.triton.norm import WIDEST, tile
 
 
 def fits(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
@@ -25,16 +25,19 @@ def fits(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
 
 
 def run(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    h, y = torch.empty_like(x), torch.empty_like(x)
+    return h, y, launch(x, delta, weight, h, y, eps)
+
+
+def launch(x: Tensor, delta: Tensor | None, weight: Tensor, h: Tensor | None, y: Tensor, eps: float) -> Tensor:
+    """Fills h with x + delta and y with its norm; without delta and h, y with x's. Returns rstd [.., 1]."""
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    block = power_of_two(hidden)
-    tile_rows = max(1, TILE // block)
-    h, y = torch.empty_like(x), torch.empty_like(x)
+    block, tile_rows, warps = tile(hidden)
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     grid = (-(-rows // tile_rows), 1, 1)
-    warps = min(32, 8 * tile_rows * block // TILE)
     _launch_add_norm(grid, (x, delta, weight, h, y, rstd), (eps, rows), (hidden, block, tile_rows), warps)
-    return h, y, rstd
+    return rstd
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,11 +58,12 @@ def _add_norm(
     column = tl.arange(0, BLOCK)[None, :]
     at = row * HIDDEN + column
     inside = (row < rows) & (column < HIDDEN)
-    x = tl.load(x_pointer + at, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.load(delta_pointer + at, mask=inside, other=0.0).to(tl.float32)
-    h = (x + delta).to(h_pointer.dtype.element_ty)
-    tl.store(h_pointer + at, h, mask=inside)
-    rounded = h.to(tl.float32)
+    rounded = tl.load(x_pointer + at, mask=inside, other=0.0).to(tl.float32)
+    if delta_pointer is not None:
+        delta = tl.load(delta_pointer + at, mask=inside, other=0.0).to(tl.float32)
+        h = (rounded + delta).to(h_pointer.dtype.element_ty)
+        tl.store(h_pointer + at, h, mask=inside)
+        rounded = h.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(rounded * rounded, axis=1, keep_dims=True) / HIDDEN + eps)
     tl.store(rstd_pointer + row, rstd, mask=row < rows)
     weight = tl.load(weight_pointer + column, mask=column < HIDDEN, other=0.0).to(tl.float32)

@@ -36,8 +36,7 @@ def fits(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | No
 
 def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
     hidden = x.shape[-1]
-    block = power_of_two(hidden)
-    tile_rows = max(1, TILE // block)
+    block, tile_rows, warps = tile(hidden)
     beside_size = 0 if beside is None else beside.element_size()
     tile_bytes = tile_rows * block * (g.element_size() + x.element_size() + beside_size)
     programs = _multiprocessors(x.device) * (2 if block <= TILE else 1)
@@ -50,13 +49,20 @@ def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | Non
         (g, x, rstd, weight, beside, dx, parts),
         (x.numel() // hidden,),
         (hidden, block, tile_rows, programs, stages),
-        num_warps=min(32, 8 * tile_rows * block // TILE),
+        warps,
     )
     columns = min(32, block)
     _launch_sum_parts(
         (-(-hidden // columns), 1, 1), (parts, dweight), (), (hidden, programs, 128, columns), num_warps=8
     )
     return dx, dweight
+
+
+def tile(hidden: int) -> tuple[int, int, int]:
+    """(numbers of a row, rows that a program holds at a time, its warps)."""
+    block = power_of_two(hidden)
+    rows = max(1, TILE // block)
+    return block, rows, min(32, 8 * rows * block // TILE)
 
 
 @functools.cache

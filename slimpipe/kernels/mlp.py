@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.norm import add_and_norm, rms_norm_backward, rms_norm_forward
+from slimpipe.kernels.once import once_differentiable
 from slimpipe.kernels.swiglu import swiglu_backward, swiglu_forward
-from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
+from slimpipe.kernels.weight_grad import in_dtype, main_grad, matrix_gradient
 
 
 class _AddNormSwiGLU(torch.autograd.Function):
@@ -56,8 +56,8 @@ class _AddNormSwiGLU(torch.autograd.Function):
             del inner
             dgate_up = matrix_gradient(ctx.gate_up_acc, dinner, y)
             del y
-            dh, dnorm = rms_norm_backward(dinner @ gate_up, h, rstd, norm_weight, beside)
-            dnorm = vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype)
+            dh, dnorm = rms_norm_backward(dinner @ gate_up, h, rstd, norm_weight, beside, ctx.norm_acc)
+            dnorm = in_dtype(dnorm, norm_weight.dtype)
         return dh, dh if ctx.needs_input_grad[1] else None, dnorm, dgate_up, ddown, None, None
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.fuse import fused_or_triton, upcast
-from slimpipe.kernels.weight_grad import main_grad, matrix_gradient, vector_gradient
+from slimpipe.kernels.once import once_differentiable
+from slimpipe.kernels.weight_grad import in_dtype, main_grad, matrix_gradient
 
 
 @fused_or_triton("slimpipe.kernels.triton.norm_forward")
@@ -44,11 +44,12 @@ def rms_norm_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
 
 @fused_or_triton("slimpipe.kernels.triton.norm")
 def rms_norm_backward(
-    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, acc: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(dx [.., H] in x's dtype, dweight [H] in fp32).
 
-    `beside` [.., H]: a gradient that x has from elsewhere, added to dx before that is rounded.
+    `beside` [.., H]: a gradient that x has from elsewhere, added to dx before that is rounded. With `acc` [H] in fp32
+    dweight is added into it, and None in its place.
     """
     wide_g, hat = upcast(g), upcast(x) * rstd
     scaled = wide_g * upcast(weight)
@@ -56,7 +57,10 @@ def rms_norm_backward(
     if beside is not None:
         dx = dx + beside
     dweight = (wide_g * hat).reshape(-1, x.shape[-1]).sum(0)
-    return dx.to(x.dtype), dweight
+    if acc is None:
+        return dx.to(x.dtype), dweight
+    acc.add_(dweight)
+    return dx.to(x.dtype), None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -71,8 +75,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
-        dx, dweight = rms_norm_backward(g, x, rstd, weight)
-        return dx, vector_gradient(ctx.acc, dweight, weight.dtype), None
+        dx, dweight = rms_norm_backward(g, x, rstd, weight, None, ctx.acc)
+        return dx, in_dtype(dweight, weight.dtype), None
 
 
 def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +120,8 @@ class _AddNormLinear(torch.autograd.Function):
                 y = rms_norm_again(h, rstd, norm_weight)
             dw = matrix_gradient(ctx.acc, g, y)
             del y
-            dh, dnorm = rms_norm_backward(g @ weight, h, rstd, norm_weight, beside)
-            dnorm = vector_gradient(ctx.norm_acc, dnorm, norm_weight.dtype)
+            dh, dnorm = rms_norm_backward(g @ weight, h, rstd, norm_weight, beside, ctx.norm_acc)
+            dnorm = in_dtype(dnorm, norm_weight.dtype)
         return dh, dh if ctx.needs_input_grad[1] else None, dnorm, dw, None, None, None
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
+from slimpipe.kernels.once import once_differentiable
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device) -> Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.fuse import fused, fused_or_triton, upcast
+from slimpipe.kernels.once import once_differentiable
 from slimpipe.kernels.weight_grad import main_grad, matrix_gradient
 
 

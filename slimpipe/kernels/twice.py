@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from slimpipe.kernels.once import once_differentiable
 
 First = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 Second = Callable[..., Tensor]

@@ -83,9 +83,6 @@ def matrix_gradient(acc: Tensor | None, g: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
-def vector_gradient(acc: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A gradient already reduced to its parameter's shape, in the parameter's `dtype`; None once added into `acc`."""
-    if acc is None:
-        return grad.to(dtype)
-    acc.add_(grad)
-    return None
+def in_dtype(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A gradient in its parameter's `dtype`, for autograd; None, one that has been added into `main_grad`, as it is."""
+    return None if grad is None else grad.to(dtype)

@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.output = Linear(model.heads * model.head_dim, model.hidden_size)
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self._frequencies: Tensor | None = None
 
     def forward(self, x: Tensor, norm: RMSNorm, slice: Slice) -> tuple[Tensor, Tensor]:
         """x [b, s, H] -> (the value, x for the residual stream)."""
@@ -43,10 +44,11 @@ class Attention(nn.Module):
         return self.output(out.flatten(2)), x
 
     def _rope_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.settings
-        scaling = None if model.rope_scaling is None else dict(model.rope_scaling)
-        frequencies = inverse_frequencies(model.head_dim, model.rope_theta, scaling, positions.device)
-        return rope_table(positions, frequencies)
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            model = self.settings
+            scaling = None if model.rope_scaling is None else dict(model.rope_scaling)
+            self._frequencies = inverse_frequencies(model.head_dim, model.rope_theta, scaling, positions.device)
+        return rope_table(positions, self._frequencies)
 
 
 class Block(nn.Module):

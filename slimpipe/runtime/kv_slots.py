@@ -40,6 +40,8 @@ class LayerSlots:
         self.v: Tensor | None = None
         self.dk: Tensor | None = None
         self.dv: Tensor | None = None
+        self._parts: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
+        """Views of the buffers that have been asked for, by kind and positions: a step asks for the same ones again."""
 
     def enter(self, place: SlicePlace, backward: bool) -> None:
         """Before a slice's forward or backward looks at what the layer holds. May be called again until `leave`."""
@@ -58,10 +60,9 @@ class LayerSlots:
         """Stores one slice, k and v [b, s, kv_heads, d]."""
         if self.k is None:
             self._allocate(k, v)
-        assert self.k is not None and self.v is not None
-        tokens = slice(*self.positions(slot, slot + 1))
-        self.k[:, tokens].copy_(k)
-        self.v[:, tokens].copy_(v)
+        own_k, own_v = self.read(*self.positions(slot, slot + 1))
+        own_k.copy_(k)
+        own_v.copy_(v)
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         length = self.slots * self.slice_tokens
@@ -71,13 +72,11 @@ class LayerSlots:
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of k and v for token positions start .. stop - 1 of the buffer."""
-        assert self.k is not None and self.v is not None
-        return self.k[:, start:stop], self.v[:, start:stop]
+        return self._part(False, start, stop)
 
     def add_gradient(self, start: int, stop: int, dk: Tensor, dv: Tensor, first: bool) -> None:
         """Adds a later slice's part to the gradients of positions start .. stop - 1; `first` stores instead."""
-        assert self.dk is not None and self.dv is not None
-        accs = self.dk[:, start:stop], self.dv[:, start:stop]
+        accs = self._part(True, start, stop)
         add_pairs((dk, dv), None if first else accs, accs)
 
     def total_gradient(self, place: SlicePlace, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +89,20 @@ class LayerSlots:
             # A part of a longer block's gradient keeps that one's strides, even with a batch of one (where this copies
             # nothing), and compiled code is for one set of strides.
             return dk.flatten().view(dk.shape), dv.flatten().view(dv.shape)
-        assert self.dk is not None and self.dv is not None
-        tokens = slice(*self.positions(place.slot, place.slot + 1))
-        return add_rounded((self.dk[:, tokens], self.dv[:, tokens]), (dk, dv))
+        return add_rounded(self._part(True, *self.positions(place.slot, place.slot + 1)), (dk, dv))
+
+    def _part(self, gradients: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        key = gradients, start, stop
+        found = self._parts.get(key)
+        if found is None:
+            first, second = (self.dk, self.dv) if gradients else (self.k, self.v)
+            assert first is not None and second is not None
+            found = self._parts[key] = first[:, start:stop], second[:, start:stop]
+        return found
+
+    def forget_parts(self) -> None:
+        """To be called where the buffers become other ones."""
+        self._parts.clear()
 
     def positions(self, start: int, stop: int) -> tuple[int, int]:
         """Token positions of slots start .. stop - 1, half-open."""

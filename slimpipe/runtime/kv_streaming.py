@@ -125,6 +125,7 @@ class StreamedSlots(LayerSlots):
         """Makes the tensors of a layer out of rooms."""
         like = self.like
         assert like is not None
+        self.forget_parts()
         shape = (like.shape[0], self.slots * self.slice_tokens, *like.shape[2:])
         self.k, self.v = (_view(flat, shape, like.dtype) for flat in keys.pair)
         if gradients is not None and self.accumulates:
@@ -132,6 +133,7 @@ class StreamedSlots(LayerSlots):
 
     def forget(self) -> None:
         """Lets go of the rooms."""
+        self.forget_parts()
         self.k = self.v = self.dk = self.dv = None
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from slimpipe.runtime.sliced_attention import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class AttentionShapes:
+class AttentionShapes(NamedTuple):
     """What one layer's attention is given of a slice: shapes of q [b, s, heads, d] and of k [b, s, kv_heads, d]."""
 
     query: torch.Size

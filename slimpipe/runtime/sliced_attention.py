@@ -10,14 +10,14 @@ ranks' to compute: their results come back in time for the merge and for the sum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimpipe.kernels.attention import AttentionBackend
 from slimpipe.kernels.merge import merge
+from slimpipe.kernels.once import once_differentiable
 from slimpipe.kernels.sums import sum_rounded
 from slimpipe.runtime.exchange import LayerExchange
 from slimpipe.runtime.kv_slots import LayerSlots, SlicePlace
@@ -32,8 +32,7 @@ class Exchanges:
     backward: LayerExchange | None = None
 
 
-@dataclass(frozen=True)
-class LayerAttention:
+class LayerAttention(NamedTuple):
     """One layer's attention of one slice: where keys and values lie, and who computes what."""
 
     slots: LayerSlots

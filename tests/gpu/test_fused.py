@@ -89,6 +89,7 @@ def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype
         arguments.append(noise(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., 2:].contiguous())
     dx, dweight = by_triton(norm.rms_norm_backward, *arguments)
     exact_dx, exact_dweight = norm.rms_norm_backward.plain(*(tensor.double() for tensor in arguments))
+    assert exact_dweight is not None
     plain_dx, _ = norm.rms_norm_backward.plain(*arguments)
     assert dx.dtype == dtype and dweight.dtype == torch.float32
     # No more of the numbers fall to the other neighbour than in the plain form.
@@ -96,6 +97,11 @@ def test_the_norms_backward_by_triton(shape: tuple[int, ...], dtype: torch.dtype
     assert off(dweight, exact_dweight) <= 1e-6
     again = by_triton(norm.rms_norm_backward, *arguments)
     assert torch.equal(again[0], dx) and torch.equal(again[1], dweight)
+    acc = noise(shape[-1], dtype=torch.float32)
+    total = acc + dweight
+    beside_or_none = arguments[4] if beside else None
+    added = by_triton(norm.rms_norm_backward, *arguments[:4], beside_or_none, acc)
+    assert torch.equal(added[0], dx) and added[1] is None and torch.equal(acc, total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -66,6 +66,12 @@ def test_the_norms_backward(shape: tuple[int, ...], dtype: torch.dtype, beside: 
     assert dx.dtype == dtype and dx.shape == x.shape and dweight.dtype == torch.float32
     assert_rounded_once(dx, exact_dx, exact_dx.abs().amax())
     assert float((dweight.double() - exact_dweight).norm() / exact_dweight.norm()) <= 1e-6
+    acc = noise(shape[-1], seed=6)
+    total = acc + dweight
+    with_acc = (*arguments, *([] if beside else [None]), acc)
+    assert norm.fits(*with_acc)
+    dx_beside_acc, none = norm.run(*with_acc)
+    assert none is None and torch.equal(dx_beside_acc, dx) and torch.equal(acc, total)
 
 
 def test_a_number_that_is_not_finite_stays_so() -> None:
@@ -87,6 +93,9 @@ def test_norms_that_do_not_fit() -> None:
     assert not norm.fits(g[:0], x[:0], rstd[:0], weight)
     assert norm.fits(g, x, rstd, weight, g)
     assert not norm.fits(g, x, rstd, weight, g[:1].expand(6, 64))
+    assert norm.fits(g, x, rstd, weight, None, noise(64))
+    assert not norm.fits(g, x, rstd, weight, None, noise(64).bfloat16())
+    assert not norm.fits(g, x, rstd, weight, None, noise(65)[1:])
     assert not norm.fits(g, x, rstd, weight, noise(6 * 64 + 1)[1:].view(6, 64))
     with torch.enable_grad():
         assert not norm.fits(g, x.requires_grad_(), rstd, weight)

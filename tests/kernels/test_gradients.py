@@ -190,6 +190,9 @@ def test_sums_beside_a_norm_in_bf16() -> None:
     exact, _ = rms_norm_backward(*(t.float() for t in (g, h, rstd, weight)))
     apart, alone = rms_norm_backward(g, h, rstd, weight)
     assert torch.equal(found, (exact + beside).bfloat16()) and torch.equal(dweight, alone)
+    acc = torch.full((8,), 3.0)
+    assert torch.equal(rms_norm_backward(g, h, rstd, weight, beside, acc)[0], found)
+    assert torch.equal(acc, 3.0 + alone)
     assert not torch.equal(found, apart + beside)
 
 

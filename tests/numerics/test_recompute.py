@@ -112,9 +112,10 @@ def kept_bytes(config: Config) -> float:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     gc.unfreeze()
     tokens = config.shape.n * engine.slice_tokens * config.train.micro_batch
-    kept = sum(size for pointer, size in found.items() if pointer not in tables | weights)
-    slots = sum(x.nbytes for layer in engine.layer_slots[0].values() for x in (layer.k, layer.v) if x is not None)
-    return (kept + slots) / tokens / config.model.layers
+    slots = [x for layer in engine.layer_slots[0].values() for x in (layer.k, layer.v) if x is not None]
+    own = tables | weights | {x.untyped_storage().data_ptr() for x in slots}
+    kept = sum(size for pointer, size in found.items() if pointer not in own)
+    return (kept + sum(x.nbytes for x in slots)) / tokens / config.model.layers
 
 
 def _tensors() -> list[Tensor]:

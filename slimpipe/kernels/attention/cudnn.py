@@ -12,6 +12,9 @@ class CudnnAttention:
     name = "cudnn"
     bottom_right = False
 
+    def __init__(self) -> None:
+        self._unused: Tensor | None = None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal
@@ -25,7 +28,9 @@ class CudnnAttention:
         # would be misread, silently (docs/log.md, 2026-11-29). So it always gets this one layout.
         out, dout = out.contiguous(), dout.contiguous()
         # No dropout: the Philox state is read by nothing.
-        seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
+        if self._unused is None or self._unused.device != q.device:
+            self._unused = torch.empty((), dtype=torch.int64, device=q.device)
+        seed = offset = self._unused
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout.transpose(1, 2),
             q.transpose(1, 2),

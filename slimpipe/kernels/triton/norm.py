@@ -20,21 +20,26 @@ STAGED_BYTES = 96 * 1024
 """Shared memory for rows on their way: two programs share the 227 KiB of an H100's or H200's multiprocessor."""
 
 
-def fits(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None) -> bool:
+def fits(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, acc: Tensor | None = None
+) -> bool:
     like_x = [g] if beside is None else [g, beside]
-    tensors = (*like_x, x, rstd, weight)
+    tensors = [*like_x, x, rstd, weight] if acc is None else [*like_x, x, rstd, weight, acc]
     return (
         x.shape[-1] <= WIDEST
         and x.numel() > 0
-        and all(tensor.shape == x.shape for tensor in like_x)
+        and all([tensor.shape == x.shape for tensor in like_x])
         and rstd.dtype == torch.float32
-        and all(tensor.is_contiguous() for tensor in tensors)
+        and (acc is None or acc.dtype == torch.float32)
+        and all([tensor.is_contiguous() for tensor in tensors])
         and aligned(*tensors)
         and not recorded(*tensors)
     )
 
 
-def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def run(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, acc: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     hidden = x.shape[-1]
     block, tile_rows, warps = tile(hidden)
     beside_size = 0 if beside is None else beside.element_size()
@@ -42,7 +47,7 @@ def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | Non
     programs = _multiprocessors(x.device) * (2 if block <= TILE else 1)
     dx = torch.empty_like(x)
     parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
-    dweight = torch.empty(hidden, dtype=torch.float32, device=x.device)
+    dweight = torch.empty(hidden, dtype=torch.float32, device=x.device) if acc is None else acc
     stages = max(1, min(3, STAGED_BYTES // tile_bytes))
     _launch_backward(
         (programs, 1, 1),
@@ -53,9 +58,13 @@ def run(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | Non
     )
     columns = min(32, block)
     _launch_sum_parts(
-        (-(-hidden // columns), 1, 1), (parts, dweight), (), (hidden, programs, 128, columns), num_warps=8
+        (-(-hidden // columns), 1, 1),
+        (parts, dweight),
+        (),
+        (acc is not None, hidden, programs, 128, columns),
+        num_warps=8,
     )
-    return dx, dweight
+    return dx, dweight if acc is None else None
 
 
 def tile(hidden: int) -> tuple[int, int, int]:
@@ -114,6 +123,7 @@ def _backward(
 def _sum_parts(
     parts_pointer,
     out_pointer,
+    ADD: tl.constexpr,
     HIDDEN: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -125,7 +135,10 @@ def _sum_parts(
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < PARTS) & (column < HIDDEN)[None, :]
         total += tl.load(parts_pointer + row * HIDDEN + column[None, :], mask=inside, other=0.0)
-    tl.store(out_pointer + column, tl.sum(total, axis=0), mask=column < HIDDEN)
+    out = tl.sum(total, axis=0)
+    if ADD:
+        out += tl.load(out_pointer + column, mask=column < HIDDEN, other=0.0)
+    tl.store(out_pointer + column, out, mask=column < HIDDEN)
 
 
 _launch_backward, _launch_sum_parts = Launcher(_backward), Launcher(_sum_parts)

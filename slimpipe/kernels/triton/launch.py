@@ -21,7 +21,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self.codes: dict[Hashable, Any] = {}
 
     def __call__(
@@ -40,6 +40,6 @@ class Launcher:
         if code is not None:
             code[grid](*tensors, *numbers, *constants)
             return
-        code = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
+        code = self.kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
         if code is not None:  # the interpreter has none
             self.codes[key] = code

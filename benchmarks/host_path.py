@@ -13,6 +13,7 @@ import argparse
 import gc
 import sys
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,9 +32,11 @@ from benchmarks.pipeline import config_of
 from slimpipe.kernels import fuse, merge
 from slimpipe.kernels.attention.cudnn import CudnnAttention
 from slimpipe.kernels.attention.pieces import InPieces
+from slimpipe.kernels.norm import rms_norm_forward
 from slimpipe.kernels.triton.launch import Launcher
 from slimpipe.runtime import engine as engine_module
 from slimpipe.schedule import Op
+from slimpipe.train.collector import heap_set_aside
 from slimpipe.train.session import Session
 
 RESULTS = Path(__file__).parent / "results" / "host_path.jsonl"
@@ -177,13 +180,13 @@ class HostPath:
             def get_current_stream(self, device: int) -> int:
                 return 0
 
-        try:
-            with mock.patch.object(driver, "_active", Driver()):
+        with mock.patch.object(driver, "_active", Driver()):
+            try:
                 yield
-        finally:
-            for launcher in launchers():
-                launcher.codes.clear()
-                launcher.kernel.device_caches.pop(NO_DEVICE, None)
+            finally:
+                for launcher in launchers():
+                    launcher.codes.clear()
+                    launcher.kernel.device_caches.pop(NO_DEVICE, None)
 
 
 def launchers() -> list[Launcher]:
@@ -285,14 +288,42 @@ def seconds_per_layer(layers: int, steps: int, around: Any = None) -> dict[str, 
         step(session)
         methods = dict(session.engine.methods)
         session.engine.methods = methods | {op: timed(methods[op], name) for op, name in KINDS.items()}
-        gc.freeze()
-        with around or nullcontext():
+        with heap_set_aside(), around or nullcontext():
             for _ in range(steps):
                 spent |= dict.fromkeys(spent, 0.0)
                 step(session)
                 rows.append({name: seconds / (SLICES * layers) for name, seconds in spent.items()})
-        gc.unfreeze()
     return min(rows, key=lambda row: sum(row.values()))
+
+
+def full_collections() -> dict[str, float]:
+    """Milliseconds of the garbage collector's full look, as it is in any process and in a run's steps."""
+
+    def milliseconds() -> float:
+        began = time.process_time()
+        gc.collect()
+        return 1e3 * (time.process_time() - began)
+
+    gc.collect()
+    found = {"collection_ms": milliseconds()}
+    with heap_set_aside():
+        return found | {"collection_in_steps_ms": milliseconds()}
+
+
+def calls_of_a_norm() -> dict[str, float]:
+    """Microseconds of one call of RMSNorm's forward: compiled (for this CPU, whose kernel is in it: 16 rows of 64
+    numbers), and by Triton, its questions before the launch included."""
+    x, weight = torch.randn(1, TOKENS, 64), torch.randn(64)
+    host, norm = HostPath(), rms_norm_forward
+
+    def microseconds(call: Callable[..., Any]) -> float:
+        times = timeit.repeat(lambda: call(x, weight, 1e-5), number=1000, repeat=7, timer=time.process_time)
+        return 1e6 * min(times[1:]) / 1000  # the first compiles
+
+    with torch.no_grad():
+        found = {"norm_compiled_us": microseconds(norm.compiled)}
+        with host.stand_in():
+            return found | {"norm_triton_us": microseconds(norm)}
 
 
 def main() -> None:
@@ -319,10 +350,9 @@ def main() -> None:
         return
     seconds = seconds_per_layer(options.layers, options.steps)
     rows = [{"pass": name, "us": 1e6 * seconds[name], **calls[name].row()} for name in KINDS.values()]
-    record.append(
-        options.results,
-        {"layers": options.layers, "passes": rows, **record.circumstances("python -m benchmarks.host_path")},
-    )
+    row = {"layers": options.layers, "passes": rows, **full_collections(), **calls_of_a_norm()}
+    record.append(options.results, row | record.circumstances("python -m benchmarks.host_path"))
+    print({key: value for key, value in row.items() if key.endswith(("_ms", "_us"))})
     record.table(rows, COLUMNS, "one layer and slice; microseconds of this CPU")
 
 

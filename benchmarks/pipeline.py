@@ -31,6 +31,7 @@ from slimpipe.plan.predict import predict
 from slimpipe.plan.swap import host_link
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.schedule.formulas import bubble_fraction
+from slimpipe.train.collector import heap_set_aside
 from slimpipe.train.session import Session
 from slimpipe.train.step_metrics import StepMetrics
 
@@ -138,11 +139,12 @@ def measure(config: Config, case: dict[str, Any], processes: Processes) -> dict[
     rows, clocks = [], Clocks()
     if processes.rank == 0 and on_gpu:
         clocks.start()
-    for step in range(config.train.steps):
-        tokens = torch.randint(config.model.vocab_size, (case["m"], case["length"] + 1), generator=generator)
-        rows.append(session.train_step(tokens[:, :-1], tokens[:, 1:]))
-        if processes.rank == 0:
-            print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
+    with heap_set_aside():  # as in a run
+        for step in range(config.train.steps):
+            tokens = torch.randint(config.model.vocab_size, (case["m"], case["length"] + 1), generator=generator)
+            rows.append(session.train_step(tokens[:, :-1], tokens[:, 1:]))
+            if processes.rank == 0:
+                print(f"step {step}: {rows[-1]}", file=sys.stderr, flush=True)
     sampled = clocks.stop()
     mine = memory(config, session, held) if on_gpu else {"activation_gib": 0.0, "peak_gib": 0.0}
     mine |= {key: value - warm[key] for key, value in surprises(on_gpu).items()}

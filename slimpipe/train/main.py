@@ -27,6 +27,7 @@ from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
 from slimpipe.train.checkpoint import CheckpointError, Peers
 from slimpipe.train.checkpoint.folders import home
+from slimpipe.train.collector import heap_set_aside
 from slimpipe.train.dtypes import DTYPES
 from slimpipe.train.forecast import Forecast
 from slimpipe.train.held_out import HeldOut
@@ -122,7 +123,7 @@ def _run(
             lines = start_from(config, session, peers, progress)
             if processes.rank == 0:
                 print("\n".join(lines), flush=True)
-        with stop:  # until now a signal loses nothing
+        with stop, heap_set_aside():  # until now a signal loses nothing
             _steps(config, session, forecast, data, loader, held_out, saving, processes.rank == 0)
     finally:
         # After an error too: it would end a process that lives on, as one of a single rank does.

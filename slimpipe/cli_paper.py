@@ -90,7 +90,7 @@ class PaperOptions:
             return ExchangeSetting.on_paper(shape.n, share) if share and share <= 1 else None
         settings = load_config(model)
         tokens = self.sequence or settings.data.sequence_length
-        profile, recompute = load_hardware(hardware), settings.memory.recompute
+        profile, recompute = load_hardware(hardware, "--hardware"), settings.memory.recompute
         return ExchangeSetting.on_hardware(profile, settings.model, shape, tokens, share, recompute)
 
     def _swaps(self, shape: Shape, setting: ExchangeSetting | None) -> SwapSetting | None:
@@ -112,7 +112,7 @@ class PaperOptions:
         placement = place_layers(settings.model.layers, shape.stages)
         recompute, slots = settings.memory.recompute, not self.kv_swap
         sizes = unit_bytes(settings.model, recompute, shape, placement, tokens, with_slots=slots)
-        return SwapSetting(amount, sizes, host_link(load_hardware(self.hardware))).within(shape, budget)
+        return SwapSetting(amount, sizes, host_link(load_hardware(self.hardware, "--hardware"))).within(shape, budget)
 
     def _keys(self, shape: Shape) -> KeysSetting | None:
         """Keys and values in host memory, on every rank."""
@@ -124,7 +124,7 @@ class PaperOptions:
         tokens = (self.sequence or settings.data.sequence_length) // shape.n
         placement = place_layers(settings.model.layers, shape.stages)
         stream = key_stream(settings.model, shape, placement, tokens, (True,) * shape.p)
-        return KeysSetting(stream, host_link(load_hardware(self.hardware)))
+        return KeysSetting(stream, host_link(load_hardware(self.hardware, "--hardware")))
 
     def _amount(self) -> Amount:
         if self.swap in ("off", "auto"):

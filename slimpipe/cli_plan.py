@@ -116,7 +116,8 @@ def _search(
         budget = ["memory.host_budget_gib=null"] if unused else []
         return load_config(path, [*given, f"pipeline.hardware={json.dumps(str(profile))}", *budget, *more])
 
-    return Search(make, load_hardware(profile), device_bytes, keep)
+    named = "pipeline.hardware" if hardware is None else "--hardware"
+    return Search(make, load_hardware(profile, named), device_bytes, keep)
 
 
 def _memory_here() -> int | None:

@@ -111,6 +111,8 @@ AMONG_KEYS = [
     train("virtual stages", "parallel.pp=4 pipeline.virtual_stages=2 pipeline.slices=2",
           "pipeline.virtual_stages = 2 needs pipeline.slices >= parallel.pp (4): pipeline.slices = 2; use 4, 8, ... "
           "slices or pipeline.virtual_stages = 1"),
+    train("slices of what no run has", f"pipeline.slices=3 data.sequence_length={10**20}",
+          f"pipeline.slices = 3: sequence length {10**20} is not divisible by 3; use a divisor (2, 4, 5)"),
     train("too few layers", "parallel.pp=16",
           "model.layers = 8: fewer than the 16 stages (parallel.pp x pipeline.virtual_stages); use at most 8 stages"),
     train("layers of stages", "parallel.pp=2 'pipeline.layers_per_stage=[4, 5]'",
@@ -186,6 +188,13 @@ DATA = [
     train("a broken index", "data.corpus={tmp}/tokens",
           "data.corpus = {tmp}/tokens: {tmp}/tokens.idx: not the index of a Megatron token file (it begins with …",
           files={"tokens.bin": b"\0" * 64, "tokens.idx": b"garbage"}),
+    train("no such hardware", "pipeline.hardware={tmp}/none.yaml",
+          "pipeline.hardware = {tmp}/none.yaml: cannot be read: No such file or directory; give a file of "
+          "configs/hardware, or …"),
+    train("hardware that is none", "pipeline.hardware={tmp}/none.yaml",
+          "pipeline.hardware = {tmp}/none.yaml: must be a mapping of the keys name, …", files={"none.yaml": "- 1\n"}),
+    train("no such tokenizer at the root", "data.tokenizer=/nowhere",
+          "data.tokenizer = /nowhere: cannot read the tokenizer …; give the path of a tokenizer.json"),
     train("no such tokenizer", "data.tokenizer={tmp}/tokenizer.json",
           "data.tokenizer = {tmp}/tokenizer.json: cannot read the tokenizer …; give the path of a tokenizer.json"),
     train("a broken tokenizer", "data.tokenizer={tmp}/tokenizer.json",
@@ -246,7 +255,8 @@ OTHER_COMMANDS = [
             "virtual stages, "
             "slices or microbatches"),
     command("simulate on no hardware", f"simulate --hardware {{tmp}}/none.yaml --model {QUICKSTART}",
-            "{tmp}/none.yaml: cannot be read: No such file or directory"),
+            "--hardware = {tmp}/none.yaml: cannot be read: No such file or directory; give a file of configs/hardware, "
+            "or one that slimpipe calibrate wrote"),
     command("draw where nothing can be written", "draw -o {tmp}/none/x.svg",
             "--output = {tmp}/none/x.svg: cannot be written: No such file or directory"),
     command("report of no run", "report {tmp}",

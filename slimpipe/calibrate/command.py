@@ -54,7 +54,7 @@ def calibrate(
             )
         if seconds <= 0:
             raise ValueError(f"--seconds = {seconds}: must be above 0")
-        known = None if links is None else load_hardware(links)
+        known = None if links is None else load_hardware(links, "--links")
         if not output.parent.is_dir():
             raise ValueError(f"--output = {output}: {output.parent} is no folder; make it, or choose another path")
         shape = _model(model)

@@ -53,8 +53,11 @@ def any_of(words: tuple[str, ...]) -> str:
 
 
 def divisors_near(number: int, near: int) -> str:
-    """The divisor of `number` below `near` and the two above it: what to use instead."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    """The divisor of `number` below `near` and the two above it: what to use instead.
+
+    Of a number that no run has, divisors below a million and their counterparts: the search has an end.
+    """
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d < near]
     return ", ".join(map(str, (*below[-1:], *[d for d in divisors if d > near][:2])))

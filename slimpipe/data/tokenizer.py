@@ -143,7 +143,7 @@ def _find(name: str) -> Path:
                 f"{path}: has no tokenizer.json; save the tokenizer in that form (transformers: use_fast=True)"
             )
         return path / "tokenizer.json"
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~")):
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
         return path
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"

@@ -29,15 +29,20 @@ from slimpipe.schedule import Network, PlanError, Rate
 ATTENTION = ("forward", "backward", "own_forward", "own_backward")
 
 
-def load_hardware(path: str | Path) -> HardwareProfile:
-    """The profile of a YAML file. Raises PlanError, a line for each problem."""
+def load_hardware(path: str | Path, key: str | None = None) -> HardwareProfile:
+    """The profile of a YAML file. Raises PlanError, a line for each problem; `key` is the setting or option that named
+    the file, for those lines."""
+    where = str(path) if key is None else f"{key} = {path}"
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+        raise PlanError(
+            f"{where}: cannot be read: {error.strerror}; give a file of configs/hardware, or one that slimpipe "
+            "calibrate wrote"
+        ) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PlanError(f"{path}: not a YAML text: {' '.join(str(error).split())}") from error
-    problems = list(_problems(values, _KEYS, _OPTIONAL, str(path)))
+        raise PlanError(f"{where}: not a YAML text: {' '.join(str(error).split())}") from error
+    problems = list(_problems(values, _KEYS, _OPTIONAL, where))
     if problems:
         raise PlanError("\n".join(problems))
     between, memory, host = (values.get(key) for key in ("between", "memory_gb_per_s", "host"))

@@ -7,7 +7,7 @@ order, so the plan has every rank post them in the same one (schedule.vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch import Tensor
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.contact import contact_with
 from slimpipe.schedule.collectives import COMMUNICATORS, Communicator
+
+# Newer releases of torch have this name, and warn of the old one.
+_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending(Protocol):
@@ -82,5 +85,5 @@ class DistributedCollectives:
         parts = tensor.new_empty(len(self._ranks), *tensor.shape)
         # Into one tensor: given a list, torch makes another of all parts, and copies out of it.
         into = parts.flatten(0, 1)
-        work = dist.all_gather_into_tensor(into, tensor, group=self._groups[communicator], async_op=True)
+        work = _all_gather(into, tensor, group=self._groups[communicator], async_op=True)
         return _Work(work, parts, tensor, self._others, self._carrier)

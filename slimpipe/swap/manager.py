@@ -67,8 +67,9 @@ class SwapManager:
         streams: Streams | None = None,
     ) -> None:
         for key, value in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"SwapManager: {key} = {value!r}: must be a number of bytes, 0 or more")
+            default = value is None and key == "gpu_budget"
+            if not default and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"SwapManager: {key} = {value!r}: must be a whole number of bytes, 0 or more")
         self._told: set[str] = set()
         self.settings = settings or SwapSettings()
         self.streams = streams or make_streams(_device(device))

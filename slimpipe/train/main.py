@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from datetime import datetime
@@ -25,7 +26,7 @@ from slimpipe.parallel.mesh import Processes, pick_carrier, prepare_process, sta
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.runtime.contact import LostContact
 from slimpipe.runtime.watchdog import Progress, Watchdog
-from slimpipe.train.checkpoint import CheckpointError, Peers
+from slimpipe.train.checkpoint import WRITER, CheckpointError, Peers
 from slimpipe.train.checkpoint.folders import home
 from slimpipe.train.collector import heap_set_aside
 from slimpipe.train.dtypes import DTYPES
@@ -71,7 +72,7 @@ def train(config: Config) -> None:
     try:
         _run(config, data, loader, held_out, processes, progress, stop)
     except BaseException as error:
-        if processes.world == 1:
+        if processes.world == 1 and not _still_writing():
             raise
         _fail(error, processes.rank, progress, stop)
     finally:
@@ -193,7 +194,7 @@ def _try_what_can_fail(config: Config) -> None:
     device = pick_carrier(config, int(os.environ.get("LOCAL_RANK", "0"))).device
     select_backend(config.train.attention, device, DTYPES[config.train.dtype], config.train.deterministic)
     if config.pipeline.hardware is not None:
-        load_hardware(config.pipeline.hardware)
+        load_hardware(config.pipeline.hardware, "pipeline.hardware")
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("log.tensorboard = true: tensorboard is not installed; pip install 'slimpipe[log]'")
     if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
@@ -232,6 +233,11 @@ def _agree(config: Config, tokens: str, processes: Processes) -> None:
         other = [rank for rank, theirs in enumerate(seen) if theirs[what] != seen[0][what]]
         if other:
             raise ValueError(f"ranks {other} have other {what} than rank 0; {remedy}")
+
+
+def _still_writing() -> bool:
+    """Whether a checkpoint is. A thread that is inside of torch while the interpreter ends aborts the process."""
+    return any(thread.name == WRITER for thread in threading.enumerate())
 
 
 def _fail(error: BaseException, rank: int, progress: Progress, stop: Stop) -> None:

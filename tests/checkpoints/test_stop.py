@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ def test_a_disk_that_hangs_ends_the_run_with_a_line(jobs: Jobs, tiny: list[str],
     assert line in job.said.splitlines() and "Traceback" not in job.said
     # One checkpoint at a time: the next steps were done meanwhile, up to the next checkpoint.
     assert len(losses(run)) == 4
+
+
+def slow_disk_and_a_witness(rank: int) -> None:
+    slow_disk(rank)
+    util.Finalize(None, os.write, (1, b"the interpreter ends in peace\n"), exitpriority=0)
+
+
+def test_alone_too_a_process_that_still_writes_ends_at_once(jobs: Jobs, tiny: list[str], tmp_path: Path) -> None:
+    """A thread that comes out of torch while the interpreter ends would abort it."""
+    settings = [*tiny, "parallel.pp=1", "train.steps=1", f"train.output={tmp_path / 'run'}"]
+    job = jobs.run(*settings, "train.checkpoint_seconds=0.5", first=slow_disk_and_a_witness)
+    assert job.wait() == [2], job.said
+    assert "still not written after 0.5 s (train.checkpoint_seconds)" in job.said and "Traceback" not in job.said
+    assert "in peace" not in job.said
 
 
 def test_random_numbers_go_on_too(jobs: Jobs, tiny: list[str], tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def plain(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_two_ranks_train(pipelined: Run) -> None:
     assert pipelined.finished.code == 0, pipelined.finished.err
+    assert "Warning" not in pipelined.finished.err
     assert [row["step"] for row in pipelined.rows] == list(range(1, STEPS + 1))
     for row in pipelined.rows:
         assert row.keys() >= DOCUMENTED

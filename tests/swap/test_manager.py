@@ -310,8 +310,10 @@ def test_nothing_to_swap() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu_budget": -1}, "gpu_budget = -1: must be a number of bytes"),
-        ({"host_budget": 1.5}, "host_budget = 1.5: must be a number of bytes"),
+        ({"gpu_budget": -1}, "gpu_budget = -1: must be a whole number of bytes"),
+        ({"gpu_budget": True}, "gpu_budget = True: must be a whole number of bytes"),
+        ({"host_budget": 1.5}, "host_budget = 1.5: must be a whole number of bytes"),
+        ({"host_budget": None}, "host_budget = None: must be a whole number of bytes"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:

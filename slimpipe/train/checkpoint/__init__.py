@@ -12,10 +12,11 @@ from slimpipe.train.checkpoint.folders import place
 from slimpipe.train.checkpoint.parts import Part, State
 from slimpipe.train.checkpoint.peers import Peers
 from slimpipe.train.checkpoint.read import load_weights, read, read_tensor, read_weights, shapes, verify, weight_shapes
-from slimpipe.train.checkpoint.saver import Keeping, Saver
+from slimpipe.train.checkpoint.saver import WRITER, Keeping, Saver
 from slimpipe.train.checkpoint.write import Note, read_note, write
 
 __all__ = [
+    "WRITER",
     "CheckpointError",
     "Choice",
     "Keeping",

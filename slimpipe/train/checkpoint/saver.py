@@ -19,6 +19,8 @@ from slimpipe.train.checkpoint.peers import Peers
 from slimpipe.train.checkpoint.staging import Staging
 from slimpipe.train.checkpoint.write import Note, write
 
+WRITER: Final = "checkpoint"
+"""The name of the thread that writes."""
 ENDING: Final = 10.0
 """Seconds for a thread that has written to let go of what it held. One that does so while the interpreter ends, and is
 inside of torch, ends the process with SIGABRT and "terminate called without an active exception"."""
@@ -143,6 +145,6 @@ def _in_a_thread(do: Callable[[], list[str]]) -> _Writing:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+    thread = threading.Thread(target=run, name=WRITER, daemon=True)
     thread.start()
     return _Writing(future, thread)

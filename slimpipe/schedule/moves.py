@@ -61,9 +61,8 @@ def balanced_moves(pasts: Pasts, idle_more: float, ranks_per_node: int, spare: i
         surplus = sum([past - level for past in pasts if past is not None and past > level])
         return surplus <= sum([max(0, free if past is None else level - spare - past) for past in pasts])
 
-    # Nobody has more than the longest past.
-    longest = max((past for past in pasts if past is not None), default=0)
-    more = 0 if fits(0) else bisect_left(range(max(0, longest - busy)), True, lo=1, key=fits)
+    # Without a spare the levels fit, so as much more as the spare does in any case.
+    more = bisect_left(range(spare), True, key=fits)
     busy, idle = busy + more, idle + more
     surplus = {rank: past - busy for rank, past in enumerate(pasts) if past is not None and past > busy}
     room = {rank: (idle if past is None else busy - past) - spare for rank, past in enumerate(pasts)}

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
 from slimpipe.schedule.action import Op, Unit
@@ -181,23 +181,30 @@ class RankUnits:
         outs = {unit: self.ends[at] + self._copy(unit) for unit, at in self.forward.items()}
         for now in range(len(held)):
             flying.discard(ended.get(now, _NONE))
-            while held[now] > budget:
-                options = [
-                    (self._wait(unit, now, outs[unit]), -self.backward[unit], unit)
-                    for unit in flying
-                    if not self._is_away(windows.get(unit), now) and self._moved(unit)
-                ]
-                if not options:
-                    break
-                unit = min(options)[2]
-                before = windows.get(unit, Window(now, now))
-                after = Window(min(before.vacate, now), max(before.reload, now + 1))
-                for at in range(after.vacate, after.reload):
-                    if not self._is_away(before, at):
+            if held[now] > budget:
+                here = [unit for unit in flying if not self._is_away(windows.get(unit), now) and self._moved(unit)]
+                for unit in self._enough(here, now, held[now], budget, outs):
+                    before = windows.get(unit, Window(now, now))
+                    after = windows[unit] = Window(min(before.vacate, now), max(before.reload, now + 1))
+                    for at in chain(range(after.vacate, before.vacate), range(before.reload, after.reload)):
                         held[at] -= self._moved(unit)
-                windows[unit] = after
             if now in events:
                 flying.add(events[now])
+
+    def _enough(
+        self, units: list[Unit], now: int, holds: int, budget: float, outs: dict[Unit, float]
+    ) -> Iterator[Unit]:
+        """Of these, those to be away for compute `now`, which `holds` so much, to be within the budget: all where even
+        that is not enough, else the shortest waits first."""
+        if holds - sum(map(self._moved, units)) >= budget:
+            yield from units
+            return
+        options = [(self._wait(unit, now, outs[unit]), -self.backward[unit], unit) for unit in units]
+        heapq.heapify(options)
+        while holds > budget:
+            unit = heapq.heappop(options)[2]
+            holds -= self._moved(unit)
+            yield unit
 
     def _wait(self, unit: Unit, now: int, out: float) -> float:
         """About how long compute waits where the unit is away while compute `now` runs."""
@@ -209,9 +216,9 @@ class RankUnits:
         """What turned out not to be needed stays; those that are away shortest are asked first."""
         held = self.held(windows)
         for unit in sorted(windows, key=lambda unit: (windows[unit].reload - windows[unit].vacate, unit)):
-            away = range(windows[unit].vacate, windows[unit].reload)
-            if max(held[at] for at in away) + self._moved(unit) <= budget:
-                for at in away:
+            vacate, reload = windows[unit]
+            if max(held[vacate:reload]) + self._moved(unit) <= budget:
+                for at in range(vacate, reload):
                     held[at] += self._moved(unit)
                 del windows[unit]
 

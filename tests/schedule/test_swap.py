@@ -46,6 +46,7 @@ from slimpipe.schedule import (
     sliced_work,
     to_csv,
 )
+from slimpipe.schedule.swap_choice import RankUnits
 from tests.schedule.shapes import slimpipe_shapes
 
 FREE = Rate(0.0, 1e12)
@@ -212,6 +213,24 @@ def test_a_link_too_slow_costs_time_and_not_memory() -> None:
     swapped = on_paper(add_swap(plan, swap), swap, slow)
     assert swapped.makespan > kept.makespan
     assert sum(swapped.swap_waited) > 0
+
+
+@given(SHAPES, WEIGHTS, LINKS, st.integers(0, 400), st.floats(0.0, 1.0))
+def test_units_are_forced_one_by_one_those_first_that_are_waited_for_least(
+    shape: Shape, weights: tuple[int, ...], link: Rate, now: int, share: float
+) -> None:
+    units = RankUnits.of(on_paper(build("slimpipe", shape)), sizes_of(shape, weights), link, 0)
+    now %= len(units.begins)
+    flying = [unit for unit, at in units.forward.items() if at < now < units.backward[unit]]
+    outs = {unit: units.ends[at] for unit, at in units.forward.items()}
+    holds = sum(units.bytes_held[unit.chunk] for unit in flying)
+    left, expected, rest = holds, list[Unit](), list(flying)
+    while left > share * holds and rest:
+        shortest = min(rest, key=lambda unit: (units._wait(unit, now, outs[unit]), -units.backward[unit], unit))
+        rest.remove(shortest)
+        expected.append(shortest)
+        left -= units.bytes_moved[shortest.chunk]
+    assert set(units._enough(flying, now, holds, share * holds, outs)) == set(expected)
 
 
 def test_what_can_be_done_is_done_where_the_budget_is_out_of_reach() -> None:

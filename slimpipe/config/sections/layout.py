@@ -42,7 +42,7 @@ class ParallelConfig(Section):
     collectives: Literal["auto", "symmetric"] = Field(
         default="auto",
         description="What moves the vocabulary passes' tensors. `auto`: NCCL, or gloo where that moves the others too. "
-        "`symmetric`: as the sends of `parallel.carrier: symmetric`, which it needs; not yet run on GPUs.",
+        "`symmetric`: as the sends of `parallel.carrier: symmetric`, which it needs; run on two GPUs.",
     )
     nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
         default=None,

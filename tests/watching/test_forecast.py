@@ -117,7 +117,9 @@ ON_TWO = [
     row
     for name in ("pipeline", "peers")
     for line in (ROOT / f"benchmarks/results/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    if "by_rank" in (row := json.loads(line)) and "ranks" in row and row.get("system", "slimpipe") == "slimpipe"
+    if "by_rank" in (row := json.loads(line))
+    and "ranks" in row
+    and row.get("system", "slimpipe") == "slimpipe"
     # Its profile is the job's own, of a link that it measured.
     and row.get("hardware") != "build/slow_link.yaml"
 ]

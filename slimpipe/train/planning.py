@@ -93,7 +93,7 @@ class Planned:
 def make_plan(config: Config, progress: Callable[[str], None] = lambda what: None) -> Planned:
     """The run's plan: built, lowered, proven sound, and replayed under NCCL's in-order rule. Raises PlanError.
 
-    `progress` is told what is being done: with hundreds of thousands of actions it takes minutes.
+    `progress` is told what is being done: with hundreds of thousands of actions it takes a while (docs/planning.md).
     """
     progress("building the plan")
     plan, exchange = _passes(

@@ -118,6 +118,19 @@ def test_norms_alone_of_all_lengths_are_one_code(met: set[Variant]) -> None:
     assert len(met) == 2
 
 
+def test_any_eps_is_one_code(met: set[Variant]) -> None:
+    """What is kept of a launch (`slimpipe.kernels.triton.launch`) is not told by numbers."""
+    x = torch.empty(1, 5, 64)
+    for eps in (1e-5, 1, 0, 16):
+        for function, arguments in (
+            (norm.rms_norm_forward, (x, x[0, 0], eps)),
+            (norm.add_rms_norm_forward, (x, x, x[0, 0], eps)),
+        ):
+            assert function.triton is not None and function.triton.fits(*arguments)
+            function.triton.run(*arguments)
+    assert len(met) == 2
+
+
 def test_swiglus_of_all_lengths_are_one_code(met: set[Variant]) -> None:
     for tokens in LENGTHS:
         gate_up, g = (torch.empty(1, tokens, width, dtype=torch.bfloat16) for width in (96, 48))

@@ -23,6 +23,7 @@ from slimpipe.swap.features import Feature, Matcher
 from slimpipe.swap.mover import Kept, Mover
 from slimpipe.swap.observer import Observer
 from slimpipe.swap.release import Holder, ReleaseQueue
+from slimpipe.swap.room import Room
 from slimpipe.swap.saved import Saved, SavedReference, State, View
 from slimpipe.swap.streams import Streams
 
@@ -57,6 +58,9 @@ class Executor(Mover):
         """Of the large tensors saved in this step, as they came."""
         self.most_in_use = 0
         """Bytes on the device, seen when large tensors were saved in this step."""
+        self.room = Room()
+        self.changed_plan = False
+        """Whether this step went over to another plan."""
         self._this_step: list[SavedReference] = []
         """As `features`."""
         self._plan: ExecutionPlan | None = None
@@ -92,6 +96,7 @@ class Executor(Mover):
         self.least = self.min_bytes if recorder is None else max(1, self.min_bytes // SMALLER)
         self.features, self._this_step = [], []
         self.most_in_use = 0
+        self.changed_plan = False
         self._oldest = 0
         self._follow(plan)
 
@@ -204,6 +209,7 @@ class Executor(Mover):
                 break
         else:
             return False
+        self.changed_plan = True
         self._follow(plan)
         operators = [*(plan.packed_at[number] for number in numbers[:-1]), self._operator]
         for feature, operator, reference in zip(self.features, operators, self._this_step, strict=True):
@@ -223,6 +229,7 @@ class Executor(Mover):
     def _decide(self, saved: Saved) -> None:
         plan = self._plan
         times = plan.swaps.get(saved.number) if plan is not None and saved.number is not None else None
+        self.most_in_use = max(self.most_in_use, self.streams.memory_in_use())
         if times is not None:
             saved.planned = True
             if self._start_copy(saved):
@@ -231,9 +238,11 @@ class Executor(Mover):
                 self._fetch_at(saved, times)
                 self._set_due()
             return
-        planned_to_stay = plan is not None and saved.number is not None
-        limit = self.gpu_budget - (0 if planned_to_stay else self.headroom)
-        self.most_in_use = max(self.most_in_use, self.streams.memory_in_use())
+        known = plan is not None and saved.number is not None
+        # A step that follows its plan to the letter needs no more than was planned.
+        differs = plan is not None and self._matcher.exact < len(self.features)
+        ahead = self.room.ahead(known) if differs else 0
+        limit = self.gpu_budget - max(ahead, 0 if known else self.headroom)
         if self._make_room(limit):
             return
         self.counts.problem("fallbacks", saved.origin)

@@ -214,7 +214,11 @@ class SwapManager:
         seconds = self.streams.seconds(begin, self.streams.mark()) if self.stages.trying() else 0.0
         # A plan that could not fit is not to be made again and again for that.
         allowed = max(self.gpu_budget, int(1.02 * followed.peak) if followed is not None else 0)
-        self.stages.saw(signature, seconds, followed, self.executor.most_in_use > allowed)
+        excess = self.executor.most_in_use - allowed
+        # What a step did under another kind's plan tells nothing of either.
+        if self.stages.saw(signature, seconds, followed, excess > 0) and not self.executor.changed_plan:
+            largest = max((feature.nbytes for feature in self.executor.features), default=0)
+            self.executor.room.learn(excess, largest, self.gpu_budget)
 
     def _plans(self, profile: Profile) -> list[ExecutionPlan]:
         """The plans to try, no two alike."""
@@ -319,6 +323,7 @@ class SwapManager:
             ("  late", f"{megabytes(counts.fetched_late)} in {counts.late_fetches} copies"),
             ("compute waited", f"{1e3 * self.stalled:,.1f} ms for copies"),
             ("mismatches, fallbacks", f"{counts.mismatches}, {counts.fallbacks}"),
+            ("room that steps unlike their plan keep", megabytes(self.executor.room.excess)),
             ("moved for nothing", f"{megabytes(counts.still_referenced)} that others held still"),
             ("kept for want of host memory", f"{counts.no_host_room} tensors"),
             ("out of memory", f"{counts.out_of_memory} times; {counts.evicted} tensors moved out at once"),

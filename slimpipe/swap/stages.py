@@ -39,6 +39,10 @@ class Known:
     followers: deque[Known] = field(default_factory=lambda: deque(maxlen=16), repr=False)
     """The kinds of the steps that came after steps of this one, the latest last."""
 
+    def has(self, plan: ExecutionPlan | None) -> bool:
+        """Whether the plan is one of this kind's."""
+        return plan is not None and any(plan is own for own in (self.plan, *self.trials))
+
     def likely_next(self) -> Known:
         """The most frequent follower; this kind itself where nothing is known."""
         if not self.followers:
@@ -86,10 +90,11 @@ class StageMachine:
     def plans(self) -> list[ExecutionPlan]:
         return [known.plan for known in self.known if known.plan is not None]
 
-    def saw(self, signature: Signature, seconds: float, followed: ExecutionPlan | None, over_budget: bool) -> None:
-        """A whole step that was not profiled in detail."""
+    def saw(self, signature: Signature, seconds: float, followed: ExecutionPlan | None, over_budget: bool) -> bool:
+        """A whole step that was not profiled in detail: whether the plan it followed was one of its own kind's."""
         self._count_change(signature)
         found = self._find(signature)
+        own = found is not None and found.has(followed)
         if found is None:
             rounds, rest = divmod(self._meet(signature), self._stable_steps)
             # A rare kind may not come again soon: the next round of looks waits until it was seen twice as often.
@@ -101,6 +106,7 @@ class StageMachine:
             self._time(found, seconds, followed)
             self._outgrown(found, over_budget)
         self._name_stage()
+        return own
 
     def profiled(self, signature: Signature) -> bool:
         """A step that was profiled in detail: whether plans are wanted for its kind. Then `made` is due."""

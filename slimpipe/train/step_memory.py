@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 from functools import partial
@@ -42,8 +43,15 @@ def footprint(session: Session) -> Footprint:
 def bytes_to_reserve(session: Session) -> int:
     """What torch's allocator should have for a step, shared memory not among it: a hundredth more than predicted, for
     what the prediction may be short of and for pieces that do not fit where one was free. A twentieth more where
-    tensors come and go with swaps: 512K tokens had 4 GiB more in the cache than in tensors, and a piece was missing."""
-    return int((1.05 if session.planned.moves else 1.01) * footprint(session).own)
+    tensors come and go with swaps: 512K tokens had 4 GiB more in the cache than in tensors, and a piece was missing.
+    Of that no more than `memory.gpu_budget_gib` leaves."""
+    found = footprint(session)
+    least, budget = int(1.01 * found.own), session.config.memory.gpu_budget_gib
+    if not session.planned.moves:
+        return least
+    shared = found.total - found.own
+    granted = math.inf if budget is None else int(budget * 2**30) - shared
+    return max(least, int(min(1.05 * found.own, granted)))
 
 
 def warm_up_and_reserve(session: Session) -> tuple[int, tuple[int, ...]]:

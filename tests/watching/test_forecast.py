@@ -261,6 +261,16 @@ def test_more_is_reserved_where_tensors_come_and_go() -> None:
     assert moves.to_reserve == int(1.05 * moves.footprint.total)
 
 
+@pytest.mark.parametrize(("budget", "share"), [(1.03, 1.03), (2.0, 1.05), (0.99, 1.01)])
+def test_what_is_reserved_keeps_to_the_budget(budget: float, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(config_of(case(n=4, m=2), memory={"swap": 0.5}))
+    total = session.footprint.total
+    memory = session.config.memory.model_copy(update={"gpu_budget_gib": budget * total / GIB})
+    monkeypatch.setattr(session, "config", session.config.model_copy(update={"memory": memory}))
+    assert session.footprint.total == total
+    assert session.to_reserve == pytest.approx(share * total, abs=1)
+
+
 @pytest.mark.parametrize("recompute", ["norms", "mlp", "all_but_attention", "full"])
 def test_recomputation_moves_activations_into_one_blocks_working_set(recompute: str) -> None:
     none, less = (forecast(config_of(case(n=4, m=2, recompute=mode))).memory[0].terms for mode in ("none", recompute))

@@ -325,16 +325,16 @@ def main() -> None:
     parser.add_argument(
         "--carrier",
         nargs="+",
-        choices=["auto", "nccl", "symmetric"],
-        default=["auto"],
+        choices=["nccl", "symmetric"],
+        default=["nccl"],
         help="parallel.carrier; every case with each",
     )
     parser.add_argument(
         "--collectives",
         nargs="+",
-        choices=["auto", "symmetric"],
-        default=["auto"],
-        help="parallel.collectives; `symmetric` only with carrier symmetric",
+        choices=["nccl", "symmetric"],
+        default=["nccl"],
+        help="parallel.collectives; `symmetric` only with carrier symmetric; `auto` in older rows is NCCL",
     )
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -361,7 +361,7 @@ def main() -> None:
     found = jobs.run("benchmarks.pipeline", cases, options.ranks, options.limit)
     for (name, case), (_, row) in zip(cases, found, strict=True):
         layout = "" if options.ranks == 2 else f" --ranks {options.ranks}"
-        layout += "".join(f" --{key} {case[key]}" for key in ("carrier", "collectives") if case[key] != "auto")
+        layout += "".join(f" --{key} {case[key]}" for key in ("carrier", "collectives") if case[key] != "nccl")
         command = f"python -m benchmarks.pipeline --only {name} --steps {options.steps}{layout}"
         rows.append({"case": name, **case, **row, **record.circumstances(command)})
         record.append(options.results, rows[-1])

@@ -161,9 +161,8 @@ def make(
     shown = {key: value for key, value in setting.items() if key != "hardware"}
     words = " ".join(f"{key}={value}" for key, value in shown.items())
     name = f"{layers}l-{kib}k{'-slow' * (link == 'slow')}{'-once' * (steps == 1)} {system} {words}".rstrip()
-    ours: dict[str, Any] = {"n": 1, "v": 1, "vocab": True, "recompute": "none"} if system == "slimpipe" else {}
-    if system == "slimpipe" and link == "slow":
-        ours["carrier"] = "nccl"
+    plain = {"n": 1, "v": 1, "vocab": True, "recompute": "none", "carrier": "nccl"}
+    ours: dict[str, Any] = plain if system == "slimpipe" else {}
     shape = {"ranks": 2, "layers": layers, "length": kib * KIB, "m": m, "steps": steps}
     return name, {"system": system, "link": link, "setting": words, **shape, **ours, **setting}
 

@@ -113,6 +113,8 @@ class Config(BaseModel):
         parallel = self.parallel
         if parallel.collectives == "symmetric" and parallel.carrier != "symmetric":
             yield parallel.problem("collectives", "needs parallel.carrier: symmetric; set that, or this to auto")
+        if parallel.collectives == "nccl" and parallel.carrier == "host":
+            yield parallel.problem("collectives", "under parallel.carrier: host gloo moves all; set this to auto")
         data = self.data
         if train.eval_every is not None and not (data.eval_share or data.eval_corpus or data.eval_blend):
             yield train.problem(

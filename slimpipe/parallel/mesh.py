@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,6 @@ from slimpipe.runtime.carrier import Carrier, most_thread_blocks
 
 if TYPE_CHECKING:
     from slimpipe.config import Config
-
-AUTO_SHARES_MEMORY: Final[bool] = False
-"""Whether `parallel.carrier: auto` takes symmetric memory between GPUs that can share it, and NCCL between others only.
-
-To be run on four GPUs, and passed, before it may (docs/carriers.md says what has been):
-    pytest tests/gpu/test_symmetric.py
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.carriers
-    python -m benchmarks.pipeline --ranks 4 --only 64k-n16-vocab 64k-n16-balanced --carrier nccl
-    python -m benchmarks.pipeline --ranks 4 --only 64k-n16-vocab 64k-n16-balanced --carrier symmetric
-"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ def pick_carrier(config: Config, local_rank: int) -> Carrier:
     named = config.parallel.carrier
     if named in ("nccl", "symmetric") and device.type == "cpu":
         raise ValueError(f"parallel.carrier = {named}: moves the memory of GPUs, and this runs on a CPU; use auto")
-    shares = _shares_memory(config) if device.type == "cuda" else "never"
+    shares = config.parallel.shares_memory if device.type == "cuda" else "never"
     return Carrier(device, through_host and device.type == "cuda", _thread_blocks(config, device), shares)
 
 
@@ -84,18 +74,11 @@ def _thread_blocks(config: Config, device: torch.device) -> int | None:
     return most_thread_blocks(processors, shape.p, shape.v, config.vocab_parallel, loans)
 
 
-def _shares_memory(config: Config) -> Literal["never", "auto", "always"]:
-    """Of `Carrier.symmetric`, on GPUs."""
-    if config.parallel.carrier == "symmetric":
-        return "always"
-    return "auto" if config.parallel.carrier == "auto" and AUTO_SHARES_MEMORY else "never"
-
-
 def prepare_process(config: Config) -> None:
     """Sets what must be set before this process first uses a GPU."""
     # Enough hardware queues that no communicator's kernel waits behind another's (docs/architecture.md).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if _shares_memory(config) != "never":
+    if config.parallel.shares_memory != "never":
         os.environ.setdefault("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32")  # nor a copy engine's work
         # Memory is shared rank by rank: NVLink multicast is not even set up.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

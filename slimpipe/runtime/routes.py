@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch.distributed as dist
 
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.symmetric.neighbours import Site, apart, neighbourhoods, site_of
 from slimpipe.schedule import Link
+
+_NOT_ALL: Final = "some GPU of the node reaches one of them and not the other"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Routes:
         return other in self.group_of(one)
 
     def describe(self, links: Sequence[Link], pairs: Iterable[tuple[int, int]], vocabulary: bool = False) -> str:
-        """A line. `pairs`: (owner, helper) of the exchange. `vocabulary`: its passes' collectives share memory."""
+        """A line; of what shares no memory where it would if it could, why. `pairs`: (owner, helper) of the exchange.
+        `vocabulary`: its passes' collectives share memory."""
         sends = self._told([(link.src, link.dst) for link in links], [str(link) for link in links])
         found = sorted({(min(pair), max(pair)) for pair in pairs})
         loans = self._told(found, [f"{one}-{other}" for one, other in found])
@@ -48,10 +52,18 @@ class Routes:
 
     def _told(self, pairs: Sequence[tuple[int, int]], names: Sequence[str]) -> str:
         near = [name for pair, name in zip(pairs, names, strict=True) if self.near(*pair)]
-        if not near or len(near) == len(pairs):
-            return "symmetric memory" if near else self.backend
         far = [name for name in names if name not in near]
-        return f"symmetric memory ({'; '.join(near)}) and {self.backend} ({'; '.join(far)})"
+        if not far:
+            return "symmetric memory"
+        reasons = {self._why_apart(*pair) for pair in pairs if self.symmetric and not self.near(*pair)}
+        why = f": {'; '.join(sorted(reasons))}" if reasons else ""
+        if not near:
+            return f"{self.backend}{why and f' ({why[2:]})'}"
+        return f"symmetric memory ({'; '.join(near)}) and {self.backend} ({'; '.join(far)}{why})"
+
+    def _why_apart(self, one: int, other: int) -> str:
+        """Of two ranks that do not share memory where they would if they could."""
+        return apart(self.sites[one], self.sites[other]) or _NOT_ALL
 
 
 def settle(carrier: Carrier, group: dist.ProcessGroup | None, among: Iterable[tuple[int, int]]) -> Routes:
@@ -70,7 +82,7 @@ def settle(carrier: Carrier, group: dist.ProcessGroup | None, among: Iterable[tu
         for one, other in sorted(set(among)):
             reason = apart(sites[one], sites[other])
             if reason is None and other not in next(g for g in neighbourhoods(sites) if one in g):
-                reason = "some GPU of the node reaches one of them and not the other"
+                reason = _NOT_ALL
             if reason is not None:
                 raise ValueError(
                     f"parallel.carrier = symmetric: ranks {one} and {other} cannot share memory: {reason}; use auto"

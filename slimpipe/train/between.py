@@ -11,6 +11,7 @@ from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.collectives import Collectives
 from slimpipe.runtime.exchange import ExchangeTraffic
 from slimpipe.runtime.routes import settle
+from slimpipe.runtime.symmetric.collectives import Sizes
 from slimpipe.runtime.traffic import Traffic
 from slimpipe.runtime.transport import Transport
 from slimpipe.schedule import links
@@ -55,14 +56,19 @@ class BetweenRanks:
 
     def collectives(self) -> Collectives:
         """For the vocabulary passes."""
-        return self._traffic.collectives(pass_sizes(self._config))
+        return self._traffic.collectives(self._pass_sizes)
+
+    @property
+    def _pass_sizes(self) -> Sizes | None:
+        """None where not all ranks share memory, or are not to."""
+        return pass_sizes(self._config) if len(self.routes.groups) == 1 and self._group is not None else None
 
     @property
     def carriers(self) -> str | None:
         """What moves what, in words; None for a run of one rank."""
         if self._group is None:
             return None
-        return self.routes.describe(self._links, self._lenders, pass_sizes(self._config) is not None)
+        return self.routes.describe(self._links, self._lenders, self._pass_sizes is not None)
 
     @property
     def shared_bytes(self) -> int:

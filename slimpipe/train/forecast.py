@@ -72,9 +72,9 @@ class Forecast:
     def memory(self) -> tuple[Footprint, ...]:
         """By rank."""
         fused = self.assumed_bytes is not None or fuse.is_available(self.device)
-        near = near_by_settings(self.config)
         train = self.config.train
         device = "cuda" if self.assumed_bytes is not None else self.device.type
+        near = near_by_settings(self.config, on_gpus=device == "cuda")
         backend = expected_backend(train.attention, device, train.dtype == "bfloat16", train.deterministic)
         return footprints(
             self.config, self.planned, self.placement, self.parameters, self.chunk, fused, near, backend

@@ -31,7 +31,7 @@ def rings_by_rank(config: Config, planned: Planned, near: Sequence[Sequence[int]
         return (0,) * config.shape.p
     size = _tokens(config) * config.model.hidden_size * _element(config)
     need = None if planned.exchange is None else exchange_need(config, planned.exchange)
-    passes = pass_sizes(config)
+    passes = pass_sizes(config) if len(near) == 1 else None
     by_group = {
         rank: ring_bytes(group, links(planned.plan), size, planned.send_window, need, passes)
         for group in near
@@ -41,8 +41,8 @@ def rings_by_rank(config: Config, planned: Planned, near: Sequence[Sequence[int]
 
 
 def pass_sizes(config: Config) -> Sizes | None:
-    """Of the vocabulary passes' tensors, where they go through shared memory."""
-    if not config.vocab_parallel or config.parallel.collectives != "symmetric":
+    """Of the vocabulary passes' tensors, where they go through shared memory if all ranks have it."""
+    if not config.vocab_parallel or not config.parallel.shares_passes:
         return None
     tokens = _tokens(config)
     hidden = tokens * config.model.hidden_size
@@ -50,9 +50,12 @@ def pass_sizes(config: Config) -> Sizes | None:
     return Sizes(hidden=hidden * _element(config), wide=hidden * 4, statistics=tokens * 3 * 4)
 
 
-def near_by_settings(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The groups as far as settings tell. Under `symmetric` all ranks are one: links join each stage with the next."""
-    return (tuple(range(config.shape.p)),) if config.parallel.carrier == "symmetric" else ()
+def near_by_settings(config: Config, on_gpus: bool) -> tuple[tuple[int, ...], ...]:
+    """The groups as far as settings tell. Under `symmetric` all ranks are one: links join each stage with the next.
+    Under `auto` they are too, on GPUs, where it shares at all; should they then turn out to be apart, NCCL takes about
+    as much."""
+    shares = config.parallel.shares_memory
+    return (tuple(range(config.shape.p)),) if shares == "always" or (shares == "auto" and on_gpus) else ()
 
 
 def _tokens(config: Config) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import faulthandler
 import gc
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +124,39 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     return run_each([config], folder)[0]
 
 
+PLAIN = (1, 1, 1, False, "cudnn")
+CASES = [
+    (1, 1, 16, False, "cudnn"),
+    (1, 1, 64, False, "cudnn"),
+    (1, 1, 16, False, "flash"),
+    (1, 1, 16, False, "flash4"),
+    (2, 1, 16, False, "cudnn"),
+    (2, 2, 64, True, "cudnn"),
+]
+Layout = tuple[int, int, int, bool, str]
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], dict[str, Any]]:
+    """What a layout gives; all those of as many ranks run in one job."""
+
+    @cache
+    def all_of(p: int) -> dict[Layout, dict[str, Any]]:
+        cases = [case for case in [PLAIN, *CASES] if case[0] == p and _installed(case[-1])]
+        configs = [settings(*case[:4], attention=case[4]) for case in cases]
+        return dict(zip(cases, run_each(configs, tmp_path_factory.mktemp(f"p{p}")), strict=True))
+
+    return lambda layout: all_of(layout[0])[layout]
+
+
+def _installed(attention: str) -> bool:
+    return attention != "flash4" or is_installed("flash4")
+
+
+@pytest.fixture(scope="module")
+def plain(layouts: Callable[[Layout], dict[str, Any]]) -> dict[str, Any]:
     """The unsliced bf16 run, and the fp32 reference on its weights."""
-    found = run(settings(1, 1, 1), tmp_path_factory.mktemp("plain"))
+    found = layouts(PLAIN)
     weights = {name: weight.float().cuda() for name, weight in found["weights"].items()}
     tokens, labels = (data.cuda() for data in batch())
     with torch.device("cuda"):
@@ -143,25 +174,16 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[floa
     return together, {name: difference[name] / size[name] for name in reference}
 
 
-CASES = [
-    (1, 1, 16, False, "cudnn"),
-    (1, 1, 64, False, "cudnn"),
-    (1, 1, 16, False, "flash"),
-    (1, 1, 16, False, "flash4"),
-    (2, 1, 16, False, "cudnn"),
-    (2, 2, 64, True, "cudnn"),
-]
-
-
-@pytest.mark.parametrize(("p", "v", "n", "vocab", "attention"), CASES)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_bf16_gradients_lose_nothing_to_slicing(
-    p: int, v: int, n: int, vocab: bool, attention: str, plain: dict[str, Any], tmp_path: Path
+    layout: Layout, layouts: Callable[[Layout], dict[str, Any]], plain: dict[str, Any]
 ) -> None:
+    p, v, n, vocab, attention = layout
     if torch.cuda.device_count() < p:
         pytest.skip(f"needs {p} GPUs, here {torch.cuda.device_count()}")
-    if attention == "flash4" and not is_installed("flash4"):
+    if not _installed(attention):
         pytest.skip("flash-attn-4 is not installed")
-    found = run(settings(p, v, n, vocab, attention=attention), tmp_path)
+    found = layouts(layout)
     together, by_tensor = errors(found["gradients"], plain["reference"])
     plain_together, plain_by_tensor = errors(plain["gradients"], plain["reference"])
     ratios = {name: by_tensor[name] / plain_by_tensor[name] for name in by_tensor}

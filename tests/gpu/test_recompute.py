@@ -21,7 +21,7 @@ from tests.support.reference import reference_loss_and_grads
 
 pytestmark = pytest.mark.gpu
 MODES = ("none", "norms", "mlp", "all_but_attention", "full")
-CASES = [*((mode, 16) for mode in MODES), ("all_but_attention", 64)]
+CASES = [(mode, n) for n in (16, 64) for mode in MODES]
 
 
 def gradients_of(session: Session) -> dict[str, Any]:

@@ -256,10 +256,10 @@ def rank_collectives(rank: int, world: int) -> None:
 
 
 CASES = [
-    (2, 2, 16, True, "off", "auto"),
+    (2, 2, 16, True, "off", "nccl"),
     (2, 1, 16, True, "balanced", "symmetric"),
-    (4, 1, 16, False, "off", "auto"),
-    (4, 1, 16, True, "balanced", "auto"),
+    (4, 1, 16, False, "off", "nccl"),
+    (4, 1, 16, True, "balanced", "nccl"),
     (4, 1, 16, True, "balanced", "symmetric"),
 ]
 

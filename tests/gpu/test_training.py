@@ -41,7 +41,7 @@ KEYS = [
     "train.watchdog_seconds=60",
 ]
 NCCL = ["train.device=cuda", "train.dtype=bfloat16", "parallel.carrier=nccl"]
-SHARED = ["train.device=cuda", "train.dtype=bfloat16", "parallel.carrier=symmetric", "parallel.collectives=symmetric"]
+AUTO = NCCL[:-1]  # which shares memory between two GPUs
 
 
 def start(run: Path, corpus: Path, keys: list[str]) -> subprocess.Popen[str]:
@@ -106,7 +106,7 @@ def test_a_run_over_shared_memory_stopped_and_started_equals_one_over_nccl(tmp_p
     over_nccl, shared = tmp_path / "nccl", tmp_path / "shared"
     corpus = corpus_at(tmp_path)
     beside = start(over_nccl, corpus, NCCL)  # times mean nothing here
-    stopped_and_started(shared, corpus, SHARED)
+    stopped_and_started(shared, corpus, AUTO)
     await_end(beside, over_nccl)
     assert "symmetric memory" in lines(shared)[0]["carriers"]
     assert "NCCL" in lines(over_nccl)[0]["carriers"]

@@ -17,6 +17,8 @@ from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.routes import Routes, settle
 from slimpipe.runtime.symmetric.neighbours import Site, apart, neighbourhoods, site_of
 from slimpipe.schedule import Link
+from slimpipe.train.planning import make_plan
+from slimpipe.train.rings import pass_sizes, rings_by_rank
 from tests.numerics.harness import case, config_of
 
 LINKS = (Link("F", 0, 1), Link("F", 1, 2), Link("F", 2, 3), Link("B", 1, 0), Link("B", 2, 1), Link("B", 3, 2))
@@ -71,8 +73,19 @@ def test_the_line_names_links_only_where_they_differ() -> None:
         "sends symmetric memory, vocabulary passes symmetric memory, other collectives NCCL"
     )
     assert Routes(tuple(sites(*"aabb")), True, "NCCL").describe(LINKS, pairs) == (
-        "sends symmetric memory (F 0>1; F 2>3; B 1>0; B 3>2) and NCCL (F 1>2; B 2>1), "
-        "exchange symmetric memory (0-1) and NCCL (1-3), collectives NCCL"
+        "sends symmetric memory (F 0>1; F 2>3; B 1>0; B 3>2) and NCCL (F 1>2; B 2>1: they are on different hosts), "
+        "exchange symmetric memory (0-1) and NCCL (1-3: they are on different hosts), collectives NCCL"
+    )
+
+
+def test_the_line_says_why_no_memory_is_shared() -> None:
+    one, other = (Link("F", 0, 1),), Link("B", 1, 0)
+    assert Routes(tuple(sites("a", "b")), True, "NCCL").describe((*one, other), []) == (
+        "sends NCCL (they are on different hosts), collectives NCCL"
+    )
+    ring = Routes(tuple(sites("a", "a", "a", cut=((0, 2),))), True, "NCCL")
+    assert ring.describe((Link("F", 1, 2),), []) == (
+        "sends NCCL (some GPU of the node reaches one of them and not the other), collectives NCCL"
     )
 
 
@@ -126,13 +139,15 @@ def test_collectives_share_memory_only_where_sends_do() -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(case(pp=2), parallel={"pp": 2, "collectives": "symmetric"})
     config_of(case(pp=2), parallel={"pp": 2, "carrier": "symmetric", "collectives": "symmetric"})
+    with pytest.raises(
+        ConfigError, match=r"parallel\.collectives = nccl: under parallel\.carrier: host gloo moves all"
+    ):
+        config_of(case(pp=2), parallel={"pp": 2, "carrier": "host", "collectives": "nccl"})
 
 
-@pytest.mark.parametrize(("by_pair", "auto"), [(False, "never"), (True, "auto")])
-def test_auto_shares_memory_once_it_is_said_to(by_pair: bool, auto: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as `AUTO_SHARES_MEMORY` says no, a run that names no carrier is set up as for NCCL."""
-    if by_pair:
-        monkeypatch.setattr(mesh, "AUTO_SHARES_MEMORY", True)
+@pytest.mark.parametrize(("ranks", "auto"), [(1, "never"), (2, "auto"), (4, "never")])
+def test_auto_shares_memory_in_pipelines_of_two_ranks(ranks: int, auto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones are set up as for NCCL, until they have run."""
     monkeypatch.setattr(mesh, "pick_device", lambda *_, **__: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     variables = ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
@@ -140,7 +155,39 @@ def test_auto_shares_memory_once_it_is_said_to(by_pair: bool, auto: str, monkeyp
         for variable in variables:
             monkeypatch.setenv(variable, "")  # so that it is put back
             monkeypatch.delenv(variable)
-        config = config_of(case(), parallel={"carrier": named})
+        config = config_of(case(pp=ranks), parallel={"pp": ranks, "carrier": named})
         assert pick_carrier(config, 0).symmetric == expected
         prepare_process(config)
         assert [variable in os.environ for variable in variables] == [expected != "never"] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "carrier", "collectives", "shared"),
+    [
+        (2, "auto", "auto", True),
+        (2, "auto", "nccl", False),
+        (2, "symmetric", "auto", True),
+        (2, "symmetric", "nccl", False),
+        (2, "nccl", "auto", False),
+        (2, "host", "auto", False),
+        (4, "auto", "auto", False),
+        (4, "symmetric", "auto", False),
+        (4, "symmetric", "symmetric", True),
+    ],
+)
+def test_vocabulary_passes_go_as_sends_do(ranks: int, carrier: str, collectives: str, shared: bool) -> None:
+    config = config_of(
+        case(pp=ranks, vocab_parallel=True), parallel={"pp": ranks, "carrier": carrier, "collectives": collectives}
+    )
+    assert (pass_sizes(config) is not None) is shared
+
+
+def test_no_ring_is_counted_for_passes_where_ranks_share_by_groups() -> None:
+    config = config_of(case(pp=4, n=4, vocab_parallel=True), parallel={"pp": 4, "carrier": "symmetric"})
+    with_passes = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"collectives": "symmetric"})}
+    )
+    planned = make_plan(config)
+    by_groups, whole = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
+    assert rings_by_rank(with_passes, planned, by_groups) == rings_by_rank(config, planned, by_groups)
+    assert min(rings_by_rank(with_passes, planned, whole)) > max(rings_by_rank(config, planned, whole))

@@ -36,6 +36,13 @@ ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 
+def carried(row: dict[str, Any]) -> dict[str, str]:
+    """What moved a row's tensors: `auto` was NCCL when rows said so."""
+    carrier, collectives = row.get("carrier", "auto").replace("auto", "nccl"), row.get("collectives", "auto")
+    collectives = collectives.replace("auto", "nccl") if carrier == "symmetric" else "auto"
+    return {"carrier": carrier, "collectives": collectives}
+
+
 def settings(row: dict[str, Any], ranks: int, layers: int) -> Config:
     """The model and the layout of a row of benchmarks/results/pipeline.jsonl."""
     model = {"layers": layers, "hidden_size": 4096, "heads": 32, "kv_heads": 8, "intermediate_size": 14336}
@@ -44,7 +51,7 @@ def settings(row: dict[str, Any], ranks: int, layers: int) -> Config:
     return Config.from_dict(
         {
             "model": {**model, "vocab_size": 128256},
-            "parallel": {"pp": ranks, "carrier": row.get("carrier", "auto")},
+            "parallel": {"pp": ranks, **carried(row)},
             "pipeline": {"slices": row["n"], "virtual_stages": row["v"], "vocab_parallel": row["vocab"], **exchange},
             "memory": {"recompute": row["recompute"]},
             "data": {"corpus": "unused", "sequence_length": row["length"]},
@@ -108,7 +115,7 @@ def test_peaks_measured_on_four_h200(name: str) -> None:
     row = SCALED[name]
     bound = 0.051 if "model" in row else 0.015 if row["n"] == 16 else 0.032
     above = 0.005 if "model" in row else 0.0
-    memory = paper(scale_config(row), row["ce_chunk"]).memory
+    memory = paper(scale_config(row | carried(row)), row["ce_chunk"]).memory
     for predicted, measured in zip(memory, row["by_rank"], strict=True):
         assert (1 - bound) * predicted.total <= measured["peak_gib"] * GIB <= (1 + above) * predicted.total
 
@@ -131,7 +138,7 @@ def test_every_peak_on_two_h200_is_below_the_forecast(swap: bool) -> None:
     rows = [row for row in ON_TWO if (row.get("swap", "off") != "off") == swap]
     assert rows
     for row in rows:
-        memory = paper(scale_config(row), row["ce_chunk"]).memory
+        memory = paper(scale_config(row | carried(row)), row["ce_chunk"]).memory
         for predicted, measured in zip(memory, row["by_rank"], strict=True):
             assert 1.0 <= predicted.total / GIB / measured["peak_gib"] <= (1.063 if swap else 1.024), row["case"]
 
@@ -227,7 +234,7 @@ def test_rings_of_the_vocabulary_passes() -> None:
     way round; statistics are three numbers a token, padded to 512 bytes; all of it twice. Counters: two of each of six
     lanes. A root has room for one part."""
     layout: dict[str, Any] = {"pp": 2, "n": 8, "m": 2, "carrier": "symmetric", "vocab_parallel": True}
-    without, shared = (forecast(symmetric(**layout, collectives=one)).memory for one in ("auto", "symmetric"))
+    without, shared = (forecast(symmetric(**layout, collectives=one)).memory for one in ("nccl", "symmetric"))
     hidden = 8 * 32 * 4
     for before, after in zip(without, shared, strict=True):
         more = {term: after.terms[term] - before.terms[term] for term in KNOBS}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from slimpipe.config.allowed import Allowed
 from slimpipe.config.section import Planned, Section
 from slimpipe.config.sections.coerce import as_tuple
+
+AUTO_SHARES_UP_TO: Final = 2
+"""The longest pipeline, in ranks, whose traffic `auto` puts into memory that its GPUs share. Longer ones take NCCL
+until these have run on four GPUs, and passed (docs/carriers.md says what has been run):
+
+    pytest tests/gpu/test_symmetric.py
+    python -m benchmarks.pipeline --ranks 4 --only 64k-n16-vocab 64k-n16-balanced --carrier nccl symmetric
+"""
 
 
 def _above_one(value: Any) -> bool:
@@ -34,15 +42,16 @@ class ParallelConfig(Section):
     )
     carrier: Literal["auto", "nccl", "symmetric", "host"] = Field(
         default="auto",
-        description="What moves tensors between ranks. `auto`: NCCL between GPUs, gloo between CPUs. `symmetric`: "
-        "sends and the exchange by copy engine, through memory that the GPUs of a node share (new: docs/carriers.md "
-        "says what has been run); collectives by NCCL. `host`: gloo, through host memory: slow, but several processes "
-        "can share a GPU.",
+        description="What moves sends and the exchange between ranks. `symmetric`: copy engines, through memory that "
+        "the GPUs of a node share; refused where two ranks cannot. `nccl`: NCCL. `auto`: in a pipeline of two ranks "
+        "the first where they can, else NCCL (docs/carriers.md says what has been run); gloo between CPUs. `host`: "
+        "gloo, through host memory: slow, but several processes can share a GPU.",
     )
-    collectives: Literal["auto", "symmetric"] = Field(
+    collectives: Literal["auto", "nccl", "symmetric"] = Field(
         default="auto",
-        description="What moves the vocabulary passes' tensors. `auto`: NCCL, or gloo where that moves the others too. "
-        "`symmetric`: as the sends of `parallel.carrier: symmetric`, which it needs; run on two GPUs.",
+        description="What moves the vocabulary passes' tensors. `symmetric`: as the sends of `parallel.carrier: "
+        "symmetric`, which it needs; run on two GPUs. `nccl`: NCCL, also where sends go another way. `auto`: in a "
+        "pipeline of two ranks as their sends, else NCCL; gloo where that moves the others.",
     )
     nccl_ctas: Annotated[int | None, Field(ge=1, le=64), Allowed("a whole number from 1 to 64, or null")] = Field(
         default=None,
@@ -56,6 +65,21 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Processes the run needs. Experts live on data-parallel ranks and add none."""
         return self.pp * self.tp * self.cp * self.dp
+
+    @property
+    def shares_memory(self) -> Literal["never", "auto", "always"]:
+        """Between which GPUs of a pipeline sends and the exchange go through shared memory: `auto` between those that
+        can, `always` is refused where some cannot."""
+        if self.carrier == "symmetric":
+            return "always"
+        return "auto" if self.carrier == "auto" and 1 < self.pp <= AUTO_SHARES_UP_TO else "never"
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether the vocabulary passes' tensors do too, where all ranks share memory."""
+        if self.collectives != "auto":
+            return self.collectives == "symmetric"
+        return self.shares_memory != "never" and self.pp <= AUTO_SHARES_UP_TO
 
 
 class PipelineConfig(Section):

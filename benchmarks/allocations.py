@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="64k-n16-balanced")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--carrier", choices=["auto", "nccl", "symmetric"], default="auto", help="parallel.carrier")
+    parser.add_argument("--carrier", choices=["nccl", "symmetric"], default="nccl", help="parallel.carrier")
     parser.add_argument("--frames", type=int, default=24, help="of a stack, innermost first")
     options = parser.parse_args()
     if not torch.cuda.is_available():

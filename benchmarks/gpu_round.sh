@@ -44,7 +44,7 @@ part() {
       "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.allocations ;;
     carriers) # 3: NCCL beside symmetric memory
       "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.carriers
-      "$python" -m benchmarks.pipeline --steps 3 --only 64k-n16-balanced --carrier nccl symmetric --collectives auto symmetric ;;
+      "$python" -m benchmarks.pipeline --steps 3 --only 64k-n16-balanced --carrier nccl symmetric --collectives nccl symmetric ;;
     peers) # 40: what people use today, on a fast and on a slow link (benchmarks/peers/README.md has the order)
       "$python" -m benchmarks.peers --part 128k --first
       "$python" -m benchmarks.peers --part 16k --first

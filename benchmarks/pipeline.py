@@ -313,7 +313,7 @@ def memory(config: Config, session: Session, held: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", choices=CASES, help="cases to run (default: all)")
@@ -338,7 +338,11 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=int, default=150, help="seconds a case")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     if options.worker is not None:
         jobs.work(options.worker, config_of, measure)
         return

@@ -58,9 +58,10 @@ def pick_carrier(config: Config, local_rank: int) -> Carrier:
     there."""
     through_host = config.parallel.carrier == "host"
     device = pick_device(config.train.device, local_rank, shared=through_host)
-    named = config.parallel.carrier
-    if named in ("nccl", "symmetric") and device.type == "cpu":
-        raise ValueError(f"parallel.carrier = {named}: moves the memory of GPUs, and this runs on a CPU; use auto")
+    for key in ("carrier", "collectives"):
+        named = getattr(config.parallel, key)
+        if named in ("nccl", "symmetric") and device.type == "cpu":
+            raise ValueError(f"parallel.{key} = {named}: moves the memory of GPUs, and this runs on a CPU; use auto")
     shares = config.parallel.shares_memory if device.type == "cuda" else "never"
     return Carrier(device, through_host and device.type == "cuda", _thread_blocks(config, device), shares)
 

@@ -207,7 +207,7 @@ class Footprints:
         received = peak_held(actions, Op.RECV_FORWARD, Op.FORWARD) + peak_held(actions, Op.RECV_BACKWARD, Op.BACKWARD)
         parts = 0
         near = next((group for group in self.near if rank in group), ())
-        if near and self.config.vocab_parallel and self.config.parallel.shares_passes:
+        if len(near) == self.plan.shape.p and self.config.vocab_parallel and self.config.parallel.shares_passes:
             # A reduce's root has room for one part of the sum: of embeddings, of their like in fp32.
             parts += self._hidden if rank == 0 else 0
             parts += self._hidden * 4 // self._element if rank == self.plan.shape.p - 1 else 0

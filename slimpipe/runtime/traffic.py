@@ -95,9 +95,16 @@ class Traffic:
         return sum(self._shared.values())
 
     def _arena(self, what: str, size: int) -> CudaArena:
+        """Raises RuntimeError, naming the key, where torch or the driver refuses it."""
         assert self._group is not None
         self._shared[what] = size
-        return CudaArena(self._group, self._members, size, self._carrier.device)
+        try:
+            return CudaArena(self._group, self._members, size, self._carrier.device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ranks {list(self._members)} cannot share {size / 2**20:.1f} MiB of their GPUs' memory ({what}): "
+                f"{str(error).splitlines()[0]}; set parallel.carrier: nccl"
+            ) from error
 
 
 def ring_bytes(

@@ -15,6 +15,7 @@ from slimpipe.parallel.mesh import pick_carrier, prepare_process
 from slimpipe.runtime import routes
 from slimpipe.runtime.carrier import Carrier
 from slimpipe.runtime.routes import Routes, settle
+from slimpipe.runtime.symmetric import cuda
 from slimpipe.runtime.symmetric.neighbours import Site, apart, neighbourhoods, site_of
 from slimpipe.schedule import Link
 from slimpipe.train.planning import make_plan
@@ -50,6 +51,7 @@ def test_the_reason_is_told() -> None:
     one, other = sites("a", "a")
     assert apart(one, other) is None
     assert apart(one, replace(other, host="b")) == "they are on different hosts"
+    assert apart(one, replace(other, namespaces="another's")) == "they are in different containers"
     assert apart(one, replace(other, gpu="gpu 0")) == "they share a GPU"
     # One direction is not enough.
     assert "no access" in str(apart(one, replace(other, reach=frozenset())))
@@ -132,6 +134,18 @@ def test_symmetric_needs_gpus() -> None:
     with pytest.raises(ValueError, match=r"parallel\.carrier = symmetric: .*runs on a CPU; use auto"):
         pick_carrier(config_of(case(), parallel={"carrier": "symmetric"}), 0)
     assert pick_carrier(config_of(case()), 0).symmetric == "never"
+    with pytest.raises(ValueError, match=r"parallel\.collectives = nccl: .*runs on a CPU; use auto"):
+        pick_carrier(config_of(case(pp=2), parallel={"pp": 2, "collectives": "nccl"}), 0)
+
+
+def test_a_torch_without_it_leaves_auto_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="gpu 0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "Driver", lambda: None)
+    assert site_of(torch.device("cuda", 0)).lacks is None
+    monkeypatch.delattr("torch._C._distributed_c10d._SymmetricMemory")
+    assert site_of(torch.device("cuda", 0)).lacks == "its torch was built without symmetric memory"
 
 
 def test_collectives_share_memory_only_where_sends_do() -> None:

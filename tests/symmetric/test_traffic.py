@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+import torch
 from torch import Tensor, zeros
 
-from slimpipe.runtime.traffic import SplitExchange, SplitTransport
+from slimpipe.runtime import traffic
+from slimpipe.runtime.carrier import Carrier
+from slimpipe.runtime.routes import Routes
+from slimpipe.runtime.symmetric.neighbours import Site
+from slimpipe.runtime.traffic import SplitExchange, SplitTransport, Traffic
 from slimpipe.schedule import Link
 
 
@@ -65,3 +71,21 @@ def test_a_batch_is_split_by_peer_and_is_done_when_both_parts_are() -> None:
     batch.wait()
     assert notes == ["far to [2, 3] from [3]", "near to [1] from [1]", "far is waited for", "near is waited for"]
     assert not batch.follow()
+
+
+def test_memory_that_cannot_be_shared_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver lets GPUs reach each other, handing the memory over may still fail."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("bind: File name too long\nframes of C++")
+
+    monkeypatch.setattr(traffic.dist, "new_group", lambda *_, **__: object())
+    monkeypatch.setattr(traffic, "CudaDevice", lambda device: object())
+    monkeypatch.setattr(traffic, "CudaArena", refuse)
+    sites = [Site("host", name, frozenset({"one", "two"} - {name})) for name in ("one", "two")]
+    mine = Traffic(Routes(tuple(sites), True, "NCCL"), 0, [0, 1], Carrier(torch.device("cuda", 0), symmetric="auto"))
+    message = (
+        r"ranks \[0, 1\] cannot share 8\.0 MiB .*\(exchange\): bind: File name too long; set parallel\.carrier: nccl"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        mine.exchange({(0, 1): 8 * 2**20 - 512, (1, 0): 2**20})

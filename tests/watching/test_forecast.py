@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from slimpipe.plan.peaks import peak_tflops
 from slimpipe.runtime.in_order_transport import InOrderWorld
 from slimpipe.runtime.routes import Routes
 from slimpipe.runtime.symmetric.neighbours import Site
-from slimpipe.train.forecast import Forecast
+from slimpipe.train.forecast import Forecast, footprints
 from slimpipe.train.planning import make_plan
 from slimpipe.train.session import Session
 from slimpipe.train.startup import describe, remedy
@@ -242,6 +243,15 @@ def test_rings_of_the_vocabulary_passes() -> None:
             "shared rings": 6 * 2 * 64 + 256 + 2 * (hidden + hidden + 512),
             "transfers": hidden,
         }
+
+
+def test_passes_that_share_no_memory_have_no_room_for_parts() -> None:
+    """Two ranks under `auto` that turn out to be on two hosts take what NCCL takes, and no more."""
+    run = forecast(symmetric(pp=2, n=8, m=2, carrier="auto", vocab_parallel=True))
+    of = partial(
+        footprints, run.config, run.planned, run.placement, run.parameters, run.chunk, fused=False, backend="plain"
+    )
+    assert of(near=((0,), (1,))).ranks == of(near=()).ranks != of(near=((0, 1),)).ranks
 
 
 def symmetric(carrier: str, collectives: str = "auto", **layout: Any) -> Config:

@@ -12,18 +12,19 @@ import torch
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rank is. `host`: the machine, and what of it the process sees; `gpu`: its GPU's UUID; `reach`: UUIDs of
-    the GPUs whose memory its own GPU can read and write. `lacks`: why it can share no memory at all, or None."""
+    """Where a rank is. `gpu`: its GPU's UUID; `reach`: UUIDs of the GPUs whose memory its own GPU can read and write.
+    `lacks`: why it can share no memory at all, or None. `namespaces`: what of the host the process sees."""
 
     host: str
     gpu: str
     reach: frozenset[str]
     lacks: str | None = None
+    namespaces: str = ""
 
 
 def site_of(device: torch.device) -> Site:
     """This process's."""
-    host = "/".join((_read("/proc/sys/kernel/random/boot_id"), *(_namespace(kind) for kind in ("pid", "net", "mnt"))))
+    host = _read("/proc/sys/kernel/random/boot_id")
     if device.type != "cuda":
         return Site(host, str(device), frozenset(), "it computes on a CPU")
     own = device.index if device.index is not None else torch.cuda.current_device()
@@ -31,7 +32,8 @@ def site_of(device: torch.device) -> Site:
     reach = frozenset(
         uuid for index, uuid in gpus.items() if index != own and torch.cuda.can_device_access_peer(own, index)
     )
-    return Site(host, gpus[own], reach, _lacks())
+    namespaces = "/".join(_namespace(kind) for kind in ("pid", "net", "mnt"))
+    return Site(host, gpus[own], reach, _lacks(), namespaces)
 
 
 def _lacks() -> str | None:
@@ -41,6 +43,8 @@ def _lacks() -> str | None:
         Driver()
     except (OSError, AttributeError) as error:
         return f"its CUDA driver has no stream memory operations ({error})"
+    if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
+        return "its torch was built without symmetric memory"
     return None
 
 
@@ -65,6 +69,8 @@ def apart(one: Site, other: Site) -> str | None:
         return one.lacks or other.lacks
     if one.host != other.host:
         return "they are on different hosts"
+    if one.namespaces != other.namespaces:
+        return "they are in different containers"
     if one.gpu == other.gpu:
         return "they share a GPU"
     if other.gpu not in one.reach or one.gpu not in other.reach:

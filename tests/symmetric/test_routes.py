@@ -52,6 +52,7 @@ def test_the_reason_is_told() -> None:
     assert apart(one, other) is None
     assert apart(one, replace(other, host="b")) == "they are on different hosts"
     assert apart(one, replace(other, namespaces="another's")) == "they are in different containers"
+    assert "TMPDIRs differ (, /elsewhere)" in str(apart(one, replace(other, sockets="/elsewhere")))
     assert apart(one, replace(other, gpu="gpu 0")) == "they share a GPU"
     # One direction is not enough.
     assert "no access" in str(apart(one, replace(other, reach=frozenset())))
@@ -138,14 +139,37 @@ def test_symmetric_needs_gpus() -> None:
         pick_carrier(config_of(case(pp=2), parallel={"pp": 2, "collectives": "nccl"}), 0)
 
 
-def test_a_torch_without_it_leaves_auto_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process on a GPU with a driver, as far as `site_of` asks."""
     properties = SimpleNamespace(uuid="gpu 0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda, "Driver", lambda: None)
     assert site_of(torch.device("cuda", 0)).lacks is None
-    monkeypatch.delattr("torch._C._distributed_c10d._SymmetricMemory")
+    return monkeypatch
+
+
+def test_a_torch_without_it_leaves_auto_with_nccl(on_one_gpu: pytest.MonkeyPatch) -> None:
+    on_one_gpu.delattr("torch._C._distributed_c10d._SymmetricMemory")
     assert site_of(torch.device("cuda", 0)).lacks == "its torch was built without symmetric memory"
+
+
+def test_sockets_that_torch_cannot_make(on_one_gpu: pytest.MonkeyPatch) -> None:
+    """torch names them by process, in the folder of the first of four variables, and copies a name of any length."""
+    on_one_gpu.setenv("TEMP", "/missing")
+    for name in ("TMPDIR", "TMP"):
+        on_one_gpu.delenv(name, raising=False)
+    assert (
+        site_of(torch.device("cuda", 0)).lacks == "TMPDIR = /missing cannot be written to, where torch has its sockets"
+    )
+    on_one_gpu.setattr(os, "access", lambda *_: True)
+    room = 107 - len(f"/symm_mem-{os.getpid()}")
+    on_one_gpu.setenv("TMPDIR", "/" + "x" * (room - 1))
+    found = site_of(torch.device("cuda", 0))
+    assert found.lacks is None and len(found.sockets) == room
+    on_one_gpu.setenv("TMPDIR", "/" + "x" * room)
+    assert "is too long for torch's sockets" in str(site_of(torch.device("cuda", 0)).lacks)
 
 
 def test_collectives_share_memory_only_where_sends_do() -> None:

@@ -6,20 +6,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
+
+MOST_NAME: Final = 107
+"""Bytes of a Unix socket's name."""
 
 
 @dataclass(frozen=True)
 class Site:
     """Where a rank is. `gpu`: its GPU's UUID; `reach`: UUIDs of the GPUs whose memory its own GPU can read and write.
-    `lacks`: why it can share no memory at all, or None. `namespaces`: what of the host the process sees."""
+    `lacks`: why it can share no memory at all, or None. `namespaces`: what of the host the process sees. `sockets`: the
+    folder of the sockets through which torch hands memory over."""
 
     host: str
     gpu: str
     reach: frozenset[str]
     lacks: str | None = None
     namespaces: str = ""
+    sockets: str = ""
 
 
 def site_of(device: torch.device) -> Site:
@@ -33,7 +39,11 @@ def site_of(device: torch.device) -> Site:
         uuid for index, uuid in gpus.items() if index != own and torch.cuda.can_device_access_peer(own, index)
     )
     namespaces = "/".join(_namespace(kind) for kind in ("pid", "net", "mnt"))
-    return Site(host, gpus[own], reach, _lacks(), namespaces)
+    return Site(host, gpus[own], reach, _lacks(), namespaces, _sockets())
+
+
+def _sockets() -> str:
+    return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
 def _lacks() -> str | None:
@@ -45,6 +55,12 @@ def _lacks() -> str | None:
         return f"its CUDA driver has no stream memory operations ({error})"
     if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
         return "its torch was built without symmetric memory"
+    folder = _sockets()
+    # torch copies the socket's name into the address without looking whether it fits.
+    if len(os.fsencode(f"{folder}/symm_mem-{os.getpid()}")) > MOST_NAME:
+        return f"TMPDIR = {folder} is too long for torch's sockets"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"TMPDIR = {folder} cannot be written to, where torch has its sockets"
     return None
 
 
@@ -71,6 +87,8 @@ def apart(one: Site, other: Site) -> str | None:
         return "they are on different hosts"
     if one.namespaces != other.namespaces:
         return "they are in different containers"
+    if one.sockets != other.sockets:
+        return f"their TMPDIRs differ ({one.sockets}, {other.sockets}), where torch has its sockets"
     if one.gpu == other.gpu:
         return "they share a GPU"
     if other.gpu not in one.reach or one.gpu not in other.reach:

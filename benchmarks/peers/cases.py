@@ -20,7 +20,7 @@ SHARED = {**PAYING, "carrier": "symmetric", "collectives": "symmetric"}
 LONGEST = (16, 32, 64, 128, 256, 512)
 
 Settings = dict[str, list[dict[str, Any]]]
-"""By system, the most promising first; of torch's ring, which nobody promises to compile, a plain one."""
+"""By system, the most promising first; of torch's ring, which nobody had promised to compile, a plain one."""
 
 AT_64K: Settings = {
     "slimpipe": [
@@ -34,6 +34,7 @@ AT_64K: Settings = {
         {"recompute": "mlp"},
         {"recompute": "mlp", "compiled": True},
         {"recompute": "none", "compiled": True},
+        {"recompute": "none", "compiled": True, "accumulate": True, "reshard": False},
         {"recompute": "mlp", "rotate": "alltoall"},
     ],
     "megatron interleaved": [

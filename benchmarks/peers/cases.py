@@ -58,6 +58,8 @@ AT_64K: Settings = {
 AT_128K: Settings = {
     "slimpipe": [
         {"n": 8, "v": 2, "recompute": "norms", "swap": "auto", **SHARED},
+        # What `slimpipe plan` says.
+        {"n": 8, "v": 4, "recompute": "norms", "swap": "auto", **SHARED},
         {"n": 8, "v": 2, "recompute": "mlp", **SHARED},
         {"n": 16, "recompute": "mlp", **PAYING},
     ],

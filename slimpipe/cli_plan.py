@@ -112,9 +112,7 @@ def _search(
         raise ConfigError(["--gpu-memory: needed where there is no GPU; give one's GiB, such as 140.4 for an H200"])
 
     def make(more: Sequence[str]) -> Config:
-        unused = base.memory.kv_swap != "on" and "memory.swap=off" in more
-        budget = ["memory.host_budget_gib=null"] if unused else []
-        return load_config(path, [*given, f"pipeline.hardware={json.dumps(str(profile))}", *budget, *more])
+        return load_config(path, [*given, f"pipeline.hardware={json.dumps(str(profile))}", *more])
 
     named = "pipeline.hardware" if hardware is None else "--hardware"
     return Search(make, load_hardware(profile, named), device_bytes, keep)
@@ -159,6 +157,8 @@ def _nothing_fits(search: Search) -> str:
 
 
 def _table(found: Sequence[Found], search: Search) -> Table:
+    from slimpipe.train.search import KEYS
+
     config = search.base
     length, m, p = config.data.sequence_length, config.shape.m, config.parallel.pp
     table = Table(title=f"{length:,} tokens, {m} microbatches, {p} ranks: a step on paper", box=box.SIMPLE)
@@ -167,7 +167,7 @@ def _table(found: Sequence[Found], search: Search) -> Table:
     for head in ("s a step", "MFU", "idle", "GPU GiB", "host GiB"):
         table.add_column(head, justify="right", no_wrap=True)
     for one in found:
-        n, v, exchange, recompute, swap = (override.split("=", 1)[1] for override in one.overrides)
+        n, v, exchange, recompute, swap = (override.split("=", 1)[1] for override in one.overrides[: len(KEYS)])
         table.add_row(
             n,
             f"{length // int(n):,}",

@@ -134,6 +134,12 @@ AMONG_KEYS = [
           "or pipeline.schedule to slimpipe"),
     train("granule", "pipeline.exchange=balanced pipeline.exchange_granule=5",
           "pipeline.exchange_granule = 5: a slice of 16 tokens is not divisible by 5; use a divisor (4, 8, 16)"),
+    train("granule of no exchange", "pipeline.exchange_granule=4",
+          "pipeline.exchange_granule = 4: says something with pipeline.exchange alone, which is off; set that to "
+          "balanced, or remove it"),
+    train("lent keys of no exchange", "pipeline.exchange_keep=kv",
+          "pipeline.exchange_keep = kv: says something with pipeline.exchange alone, which is off; set that to "
+          "balanced, or remove it"),
     train("vocabulary out of phase", "pipeline.schedule=1f1b pipeline.slices=1 pipeline.vocab_parallel=true",
           "pipeline.vocab_parallel = true: its passes need ranks in phase, which schedule 1f1b does not keep; "
           "set it to "

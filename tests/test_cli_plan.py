@@ -177,11 +177,42 @@ def test_budgets_are_those_of_settings_with_swap(path: Path) -> None:
     plain = run(str(path), *kept, "--gpu-memory", "4")
     budget = run(str(path), *kept, "--gpu-memory", "4", "memory.host_budget_gib=1")
     assert plain.exit_code == budget.exit_code == 0, budget.stderr
-    assert plain.stdout == budget.stdout and "memory.swap=off" in plain.stdout
+    taken_back = " memory.host_budget_gib=null"
+    assert taken_back in budget.stdout and "memory.swap=off" in plain.stdout
+    assert plain.stdout == budget.stdout.replace(taken_back, "")
     least = run(str(path), *kept, "--gpu-memory", "0.6", "memory.host_budget_gib=0.0001")
     assert least.exit_code == 2 and "nothing fits" in least.stderr
     device = run(str(path), *kept, "--gpu-memory", "4", "memory.gpu_budget_gib=1")
     assert device.exit_code == 0 and "memory.swap=auto" in device.stdout
+
+
+def test_keys_of_the_exchange_are_those_of_settings_with_exchange(path: Path, tmp_path: Path) -> None:
+    """Without, they say nothing and are refused: such settings take them back, and what is printed can be run. A
+    granule that does not divide a slice leaves out what lends, and no more."""
+    kept = ["pipeline.virtual_stages", "memory.recompute", "memory.swap"]
+    lending = ["pipeline.exchange=balanced", "pipeline.exchange_granule=1536", "pipeline.exchange_keep=kv"]
+    lending.append("data.sequence_length=12288")
+
+    def make(overrides: Sequence[str]) -> Config:
+        return load_config(path, [*lending, *overrides])
+
+    found = all_of(Search(make, load_hardware(HARDWARE), 4096 * MIB, kept))
+    chosen = {(one.config.pipeline.slices, one.config.pipeline.exchange) for one in found}
+    assert chosen == {(2, "balanced"), (3, "off"), (4, "balanced"), (6, "off"), (8, "balanced"), (12, "off")}
+    for one in found:
+        assert make(one.overrides) == one.config
+        lends = one.config.pipeline.exchange == "balanced"
+        assert one.config.pipeline.exchange_granule == (1536 if lends else None)
+        assert one.config.pipeline.exchange_keep == ("kv" if lends else "none")
+    settings = SETTINGS | {"pipeline": SETTINGS["pipeline"] | {"exchange": "balanced", "exchange_granule": 2048}}
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    written = tmp_path / "fastest.yaml"
+    keep = [argument for key in ("pipeline.slices", *kept) for argument in ("--keep", key)]
+    result = run(str(path), "pipeline.slices=1", *keep, "--gpu-memory", "4", "-o", str(written))
+    assert result.exit_code == 0, result.stderr
+    (fastest,) = (line for line in result.stdout.splitlines() if line.startswith("The fastest: "))
+    assert fastest.endswith("pipeline.exchange_granule=null")
+    assert load_config(written) == load_config(path, fastest.removeprefix("The fastest: ").split())
 
 
 def test_a_profiles_path_may_be_any(path: Path, tmp_path: Path) -> None:

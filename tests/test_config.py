@@ -102,6 +102,16 @@ def test_rope_scaling() -> None:
     assert dict(config.model.rope_scaling) == llama3
 
 
+def test_keys_of_an_exchange_that_is_off_may_have_their_defaults(tmp_path: Path) -> None:
+    """As a run's record has them."""
+    config = Config.from_dict(minimal(pipeline={"exchange_granule": None, "exchange_keep": "none"}))
+    assert config == Config.from_dict(minimal())
+    config.dump_yaml(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    lending = Config.from_dict(minimal(pipeline={"exchange": "pairwise", "exchange_keep": "kv"}))
+    assert lending.pipeline.exchange_keep == "kv"
+
+
 def test_a_model_of_ones_own_has_options() -> None:
     config = Config.from_dict(minimal(model={"name": "a.b:C", "options": {"depth": [1, {"x": None}]}}))
     assert config.model.options == {"depth": [1, {"x": None}]}
@@ -249,6 +259,20 @@ BAD = [
     ),
     ("pipeline", "exchange_granule", 0, "pipeline.exchange_granule = 0: must be a whole number > 0 or null"),
     ("pipeline", "exchange_keep", "all", "pipeline.exchange_keep = all: must be none or kv"),
+    (
+        "pipeline",
+        "exchange_granule",
+        512,
+        "pipeline.exchange_granule = 512: says something with pipeline.exchange alone, which is off; set that to "
+        "balanced, or remove it",
+    ),
+    (
+        "pipeline",
+        "exchange_keep",
+        "kv",
+        "pipeline.exchange_keep = kv: says something with pipeline.exchange alone, which is off; set that to balanced, "
+        "or remove it",
+    ),
     (
         "pipeline",
         "vocab_parallel",

@@ -35,6 +35,8 @@ KEYS: Final = (
     "memory.swap",
 )
 """What is searched."""
+Values = tuple[int, int, str, str, str]
+"""Of KEYS, in their order."""
 SHORTEST: Final = 1024
 """Tokens of the shortest slices that are tried, but for two a rank."""
 MOST_SLICES: Final = 16
@@ -46,10 +48,11 @@ MOST_UNITS: Final = 1024
 
 @dataclass(frozen=True)
 class Found:
-    """Settings that fit, in the order of KEYS. `seconds`: a step on paper; `idle`: share of it, mean of the ranks;
-    bytes: of the fullest rank; `waits`: seconds that compute waits for swaps."""
+    """Settings that fit. `seconds`: a step on paper; `idle`: share of it, mean of the ranks; bytes: of the fullest
+    rank; `waits`: seconds that compute waits for swaps."""
 
     overrides: tuple[str, ...]
+    """Those of KEYS, in their order, and what they take back."""
     config: Config
     seconds: float
     idle: float
@@ -124,7 +127,7 @@ class Search:
             if swap == "off" and not self._may_fit(slices, stages, mode):
                 continue
             for exchange in exchanges if swap == "off" else exchanges[:1]:
-                found = self._try(_overrides(slices, stages, exchange, mode, swap))
+                found = self._try((slices, stages, exchange, mode, swap))
                 if found is not None:
                     yield found, exchange == exchanges[0]
                     if exchange == exchanges[0]:
@@ -134,7 +137,7 @@ class Search:
     def _may_fit(self, slices: int, stages: int, mode: str) -> bool:
         """Whether there would be room without exchange and swap. Its plan is made once a shape: a mode changes little
         in it, and nothing in what it holds."""
-        overrides = _overrides(slices, stages, "off", mode, "off")
+        overrides = self._overrides((slices, stages, "off", mode, "off"))
         try:
             config = self._make(overrides)
             if (slices, stages) not in self._plain:
@@ -152,9 +155,9 @@ class Search:
             self.least = Least(overrides, most)
         return most
 
-    def _try(self, overrides: tuple[str, ...]) -> Found | None:
+    def _try(self, values: Values) -> Found | None:
         """None where the settings do not go together, or do not fit."""
-        device = torch.device("cuda", 0)
+        device, overrides = torch.device("cuda", 0), self._overrides(values)
         try:
             config = self._make(overrides)
             planned = plan_swaps(config, make_plan(config), device, assumed_bytes=self._device_bytes)
@@ -162,7 +165,7 @@ class Search:
             return None
         if planned.exchange is None and "pipeline.exchange" not in self._keep:
             # No loans pay: the same plan, and the settings say so.
-            overrides = tuple("pipeline.exchange=off" if one.startswith(KEYS[2]) else one for one in overrides)
+            overrides = self._overrides((*values[:2], "off", *values[3:]))
             config = self._make(overrides)
         most = self._bytes(config, planned, overrides)
         if most > (1 - ROOM) * self._device_bytes:
@@ -187,7 +190,15 @@ class Search:
         flops = step_flops(config.model, config.data.sequence_length, config.train.global_batch)
         return flops / seconds / (config.parallel.world_size * peak * 1e12)
 
-
-def _overrides(*values: object) -> tuple[str, ...]:
-    """Values in the order of KEYS."""
-    return tuple(f"{key}={value}" for key, value in zip(KEYS, values, strict=True))
+    def _overrides(self, values: Values) -> tuple[str, ...]:
+        """First those of KEYS, then what takes back keys of the run's that say nothing beside these and are refused."""
+        _, _, exchange, _, swap = values
+        pipeline, memory = self.base.pipeline, self.base.memory
+        idle = []
+        if exchange == "off" and pipeline.exchange_granule is not None:
+            idle.append("pipeline.exchange_granule=null")
+        if exchange == "off" and pipeline.exchange_keep != "none":
+            idle.append("pipeline.exchange_keep=none")
+        if swap == "off" and memory.kv_swap != "on" and memory.host_budget_gib is not None:
+            idle.append("memory.host_budget_gib=null")
+        return (*(f"{key}={value}" for key, value in zip(KEYS, values, strict=True)), *idle)

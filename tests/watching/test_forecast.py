@@ -209,7 +209,9 @@ def test_transfers_and_output_layer() -> None:
 
 
 def test_loan_buffers_only_with_loans() -> None:
-    off, on = (forecast(config_of(case(pp=2, n=8, m=2, exchange=mode, granule=4))) for mode in ("off", "balanced"))
+    off, on = (
+        forecast(config_of(case(pp=2, n=8, m=2, **keys))) for keys in ({}, {"exchange": "balanced", "granule": 4})
+    )
     assert {rank.terms["loan buffers"] for rank in off.memory} == {0}
     # One helped slot at least: keys and values of a granule, a query there and an output with its LSE back.
     assert max(rank.terms["loan buffers"] for rank in on.memory) > 4 * (2 * 4 * 16 + 8 * 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
@@ -105,7 +106,8 @@ class PipelineConfig(Section):
         "idle ones too. Needs schedule `slimpipe` and equally many layers a stage.",
     )
     exchange_granule: PositiveInt | None = Field(
-        default=None, description="Loans start and stop at multiples of so many tokens. Default: a quarter of a slice."
+        default=None,
+        description="Loans of `balanced` start and stop at multiples of so many tokens. Default: a quarter of a slice.",
     )
     exchange_keep: Literal["none", "kv"] = Field(
         default="none", description="`kv`: helpers hold lent keys and values until the backward where they can."
@@ -127,3 +129,13 @@ class PipelineConfig(Section):
         "Default: with schedule `slimpipe`, whose ranks are in phase.",
     )
     trace: bool = Field(default=False, description="Print every action and transfer.")
+
+    def problems(self) -> Iterator[str]:
+        if self.exchange != "off":
+            return
+        for key in ("exchange_granule", "exchange_keep"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield self.problem(
+                    key,
+                    "says something with pipeline.exchange alone, which is off; set that to balanced, or remove it",
+                )

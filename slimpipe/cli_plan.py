@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +87,7 @@ def _search(
     if unknown:
         raise ConfigError([f"--keep = {unknown[0]}: must be one of {', '.join(KEYS)}"])
     # Budgets say something with swaps alone, which are to be tried.
-    given = list(overrides) if "memory.swap" in keep else [*overrides, "memory.swap=auto"]
+    given = _readable(path, overrides if "memory.swap" in keep else [*overrides, "memory.swap=auto"], keep)
     base = load_config(path, given)
     if base.pipeline.schedule != "slimpipe":
         raise ConfigError([f"pipeline.schedule = {base.pipeline.schedule}: plan searches settings of slimpipe's alone"])
@@ -116,6 +117,35 @@ def _search(
 
     named = "pipeline.hardware" if hardware is None else "--hardware"
     return Search(make, load_hardware(profile, named), device_bytes, keep)
+
+
+def _readable(path: Path, overrides: Sequence[str], keep: Sequence[str]) -> list[str]:
+    """The overrides; where the file's own values of what is searched do not fit, with others for these, since the
+    search replaces them anyway. Raises ConfigError as `load_config` does where anything else is unfit too."""
+    try:
+        load_config(path, overrides)
+    except ConfigError as error:
+        for values in _instead(path, overrides):
+            tried = [*overrides, *(f"{key}={value}" for key, value in values.items() if key not in keep)]
+            with suppress(ConfigError):
+                load_config(path, tried)
+                return tried
+        raise error
+    return list(overrides)
+
+
+def _instead(path: Path, overrides: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Values of what is searched that fit more settings than others: stages that are kept need a slice a rank, keys of
+    the exchange need one."""
+    from slimpipe.train.search import MOST_SLICES
+
+    for exchange in ({}, {"pipeline.exchange": "balanced"}):
+        plain = {"pipeline.slices": "1", "pipeline.virtual_stages": "1", "memory.recompute": "none", **exchange}
+        yield plain
+        with suppress(ConfigError):
+            config = load_config(path, [*overrides, *(f"{key}={value}" for key, value in plain.items())])
+            length, p = config.data.sequence_length, config.parallel.pp
+            yield from (plain | {"pipeline.slices": str(n)} for n in range(p, MOST_SLICES * p + 1) if length % n == 0)
 
 
 def _memory_here() -> int | None:

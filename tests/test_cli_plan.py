@@ -215,6 +215,56 @@ def test_keys_of_the_exchange_are_those_of_settings_with_exchange(path: Path, tm
     assert load_config(written) == load_config(path, fastest.removeprefix("The fastest: ").split())
 
 
+@pytest.mark.parametrize(
+    ("unfit", "fit", "keep"),
+    [
+        ({"slices": 7}, "slices=2", ""),  # does not divide the sequence
+        ({"slices": 7}, "slices=2", "virtual_stages"),
+        ({"slices": 1, "virtual_stages": 2}, "slices=2", ""),  # as many as ranks are needed
+        ({"slices": 1, "virtual_stages": 2}, "slices=4", "virtual_stages"),
+        ({"virtual_stages": 3}, "virtual_stages=1", ""),  # six stages of four layers
+        ({"slices": 2, "virtual_stages": "many"}, "virtual_stages=1", "slices"),
+        ({"exchange_granule": 512}, "exchange=balanced", ""),
+        ({"slices": 3, "exchange": "pairwise", "exchange_granule": 512}, "slices=4", "exchange"),
+    ],
+    ids=str,
+)
+def test_what_the_search_replaces_may_be_unfit(unfit: dict[str, Any], fit: str, keep: str, path: Path) -> None:
+    """It finds what it finds with a value that fits."""
+    settings = SETTINGS | {"pipeline": SETTINGS["pipeline"] | unfit}
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    with pytest.raises(ConfigError):
+        load_config(path)
+    arguments = ["--gpu-memory", "4", "--keep", "memory.swap", *(["--keep", f"pipeline.{keep}"] if keep else [])]
+    asked, mended = run(str(path), *arguments), run(str(path), f"pipeline.{fit}", *arguments)
+    assert asked.exit_code == mended.exit_code == 0, asked.stderr
+    assert asked.stdout == mended.stdout and "The fastest: " in asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "keep"),
+    [
+        (["pipeline.slices=7"], ["pipeline.slices"]),
+        (["pipeline.virtual_stages=2", "pipeline.slices=1"], ["pipeline.slices", "pipeline.virtual_stages"]),
+        (["pipeline.exchange_keep=kv"], ["pipeline.exchange"]),
+        (["memory.recompute=all"], ["memory.recompute"]),
+        (["pipeline.slices=7", "train.eval_every=2"], []),
+        (["pipeline.slices=many", "optim.lr=0"], []),
+        (["pipeline.slices=7", "pipeline.slice=2"], []),
+        (["pipeline.virtual_stages=2", "parallel.pp=8"], []),
+        (["pipeline.exchange=balanced", "pipeline.exchange_granule=3"], []),
+        (["pipeline.slices=2", "pipeline.schedule=1f1b", "pipeline.exchange=balanced"], ["pipeline.exchange"]),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_replace_is_refused_in_the_same_words(changes: list[str], keep: list[str], path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, changes)
+    keep = [argument for key in keep for argument in ("--keep", key)]
+    result = run(str(path), *changes, *keep, "--gpu-memory", "4")
+    assert result.exit_code == 2 and result.stderr == f"{caught.value}\n"
+
+
 def test_a_profiles_path_may_be_any(path: Path, tmp_path: Path) -> None:
     profile = tmp_path / "a: #b.yaml"
     profile.write_text(HARDWARE.read_text(encoding="utf-8"), encoding="utf-8")

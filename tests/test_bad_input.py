@@ -203,6 +203,10 @@ DATA = [
           "data.tokenizer = /nowhere: cannot read the tokenizer …; give the path of a tokenizer.json"),
     train("no such tokenizer", "data.tokenizer={tmp}/tokenizer.json",
           "data.tokenizer = {tmp}/tokenizer.json: cannot read the tokenizer …; give the path of a tokenizer.json"),
+    train("a tokenizer that is not on this machine", "data.tokenizer=gpt2-of-nobody",
+          "data.tokenizer = gpt2-of-nobody: gpt2-of-nobody: neither a file or folder, nor a model in Hugging Face's "
+          "cache (…/models--gpt2-of-nobody/snapshots/tokenizer.json); slimpipe fetches nothing: give the path of a "
+          "tokenizer.json, or first run: hf download gpt2-of-nobody tokenizer.json tokenizer_config.json"),
     train("a broken tokenizer", "data.tokenizer={tmp}/tokenizer.json",
           "data.tokenizer = {tmp}/tokenizer.json: {tmp}/tokenizer.json is not a tokenizer …; use a tokenizer.json of …",
           files={"tokenizer.json": "{}"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ LARGEST_VOCABULARY = 2**24
 
 # What models call the token between documents, where no tokenizer_config.json says it.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+# A model's name on Hugging Face's hub, its owner's in front or, of its oldest models, not.
+_MODEL_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)", re.ASCII)
 
 
 class TextTokenizer:
@@ -108,7 +111,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, corpus: str, key: str
 
 def load_tokenizer(name: Path | str, end: str | None = None) -> TextTokenizer:
     """The tokenizer `name`: a `tokenizer.json`, a folder that has one, or the name of a model in Hugging Face's cache
-    on this machine (`meta-llama/Llama-3.1-8B`).
+    on this machine (`meta-llama/Llama-3.1-8B`, `gpt2`).
 
     `end` is the token between documents; by default what the `tokenizer_config.json` beside it says, or else a
     well-known one. Raises DataError if it cannot be found, read, or has no such token.
@@ -135,7 +138,8 @@ def load_tokenizer(name: Path | str, end: str | None = None) -> TextTokenizer:
 
 
 def _find(name: str) -> Path:
-    """The tokenizer.json of `name`. Where there is nothing of that name, the path as given."""
+    """The tokenizer.json of `name`: a file's or folder's before a model's. Where there is nothing of that name, the
+    path as given."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "tokenizer.json").exists():
@@ -143,7 +147,7 @@ def _find(name: str) -> Path:
                 f"{path}: has no tokenizer.json; save the tokenizer in that form (transformers: use_fast=True)"
             )
         return path / "tokenizer.json"
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+    if path.exists() or not _MODEL_NAME.fullmatch(name):
         return path
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"

@@ -353,6 +353,10 @@ def _bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
             "data.tokenizer = no-such/model: no-such/model: neither a file or folder, nor a model in Hugging Face's "
             "cache",
         ),
+        "not on this machine, without an owner": (
+            {"corpus": t, "tokenizer": "gpt2"},
+            "data.tokenizer = gpt2: gpt2: neither a file or folder, nor a model in Hugging Face's cache",
+        ),
         "no end of text": (
             {"corpus": t, "tokenizer": at("no_end")},
             f"data.tokenizer = {at('no_end')}: {at('no_end/tokenizer.json')}: has no <|endoftext|> or ",
@@ -371,7 +375,8 @@ BAD = [
     "long sequences", "short in a blend", "little for evaluation", "little for training",
     "evaluated on what is trained on", "much vocabulary", "little vocabulary", "a larger tokenizer", "built with more",
     "built with another", "built with two", "tokens beside text", "no tokenizer", "no tokenizer.json",
-    "not a tokenizer", "not on this machine", "no end of text", "another end of text", "no cache",
+    "not a tokenizer", "not on this machine", "not on this machine, without an owner", "no end of text",
+    "another end of text", "no cache",
 ]  # fmt: skip
 
 
@@ -432,16 +437,33 @@ def test_a_token_outside_of_the_vocabulary(opened: Opened, tmp_path: Path) -> No
 # ---- tokenizers on this machine ----
 
 
+@pytest.mark.parametrize(("name", "folder"), [("some/model", "models--some--model"), ("gpt2", "models--gpt2")])
 def test_a_tokenizer_by_name(
-    opened: Opened, texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: str, opened: Opened, texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Hugging Face's hub keeps it on disk; nothing is fetched."""
-    repository = tmp_path / "hf" / "hub" / "models--some--model"
+    repository = tmp_path / "hf" / "hub" / folder
     train_tokenizer([texts["a.txt"].read_text()], 270, "a").save(repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    data = opened(corpus=str(texts["a.txt"]), tokenizer="some/model")
+    monkeypatch.chdir(tmp_path)
+    data = opened(corpus=str(texts["a.txt"]), tokenizer=name)
     assert data.tokenizer is not None and data.tokenizer.vocab_size == 270
     assert not tokenizer_path(Path(texts["a.txt"])).exists()
+    # A folder of that name comes first, as everywhere at Hugging Face.
+    train_tokenizer([texts["a.txt"].read_text()], 271, "a").save(tmp_path / name)
+    here = opened(corpus=str(texts["a.txt"]), tokenizer=name)
+    assert here.tokenizer is not None and here.tokenizer.vocab_size == 271
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "mine/tokenizer.json", "./gpt2", "a/b/c", "-x", "a b", "~/gpt2", ""]
+)
+def test_what_is_no_name_of_a_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    said = r"^\.: has no tokenizer.json" if not name else r"^cannot read the tokenizer .*; give the path of"
+    with pytest.raises(DataError, match=said):
+        load_tokenizer(name)

@@ -42,7 +42,8 @@ from slimpipe.schedule.slot_times import SlotTimes, Together
 from slimpipe.schedule.slots import Slot, Slots, slots_of
 from slimpipe.schedule.stages import place_layers
 from slimpipe.schedule.swap import Swap, Trip, UnitBytes, add_swap
-from slimpipe.schedule.swap_choice import PLANNED_SHARE, least_swap, share_swap
+from slimpipe.schedule.swap_choice import least_swap, share_swap
+from slimpipe.schedule.swap_units import PLANNED_SHARE
 from slimpipe.schedule.timeline import Timeline
 from slimpipe.schedule.transfers import Link, Tensor, links
 from slimpipe.schedule.vocabulary import add_vocabulary

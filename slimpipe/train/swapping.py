@@ -124,11 +124,11 @@ def kv_stream(config: Config, planned: Planned, ranks: Sequence[bool]) -> KVStre
 def _over_budget(config: Config, planned: Planned, device: torch.device, assumed_bytes: int | None) -> tuple[bool, ...]:
     """Ranks that moving activations does not bring within the budget, and that have more layers than room for."""
     swap = planned.swap
-    budget = _budget(config, Forecast(config, planned, device, assumed_bytes))
+    plain = Forecast(config, planned, device, assumed_bytes)
+    budget = _budget(config, plain)
     assert swap is not None and budget is not None
     everywhere = kv_stream(config, planned, (True,) * config.shape.p)
     streamed = Forecast(config, replace(planned, kv=everywhere), device, assumed_bytes)
-    plain = Forecast(config, planned, device, assumed_bytes)
     return tuple(
         (swap.budget[rank] > swap.wanted[rank] or budget[rank] <= 0)
         and streamed.memory[rank].total < plain.memory[rank].total

@@ -3,11 +3,13 @@ simulator charges both directions."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slimpipe.schedule import (
@@ -46,7 +48,8 @@ from slimpipe.schedule import (
     sliced_work,
     to_csv,
 )
-from slimpipe.schedule.swap_choice import RankUnits
+from slimpipe.schedule.swap_forced import force
+from slimpipe.schedule.swap_units import RankUnits, Window
 from tests.schedule.shapes import slimpipe_shapes
 
 FREE = Rate(0.0, 1e12)
@@ -215,22 +218,64 @@ def test_a_link_too_slow_costs_time_and_not_memory() -> None:
     assert sum(swapped.swap_waited) > 0
 
 
-@given(SHAPES, WEIGHTS, LINKS, st.integers(0, 400), st.floats(0.0, 1.0))
+def forced_one_by_one(units: RankUnits, windows: dict[Unit, Window], budget: float) -> dict[Unit, Window]:
+    """What `force` says, looking at every unit and counting every byte anew for each that goes."""
+    windows = dict(windows)
+
+    def wait(unit: Unit, now: int) -> float:
+        out, back = units.ends[units.forward[unit]] + units.copy(unit), units.begins[now + 1] + units.copy(unit)
+        return max(0.0, out - units.begins[now]) + max(0.0, back - units.begins[units.backward[unit]])
+
+    def can_go(unit: Unit, now: int) -> bool:
+        away = windows.get(unit, Window(0, 0))
+        in_flight = units.forward[unit] < now < units.backward[unit]
+        return in_flight and not away.vacate <= now < away.reload and units.moved(unit) > 0
+
+    for now in range(len(units.begins)):
+        while units.held(windows)[now] > budget:
+            here = [unit for unit in units.forward if can_go(unit, now)]
+            if not here:
+                break
+            unit = min(here, key=lambda unit: (wait(unit, now), -units.backward[unit]))
+            before = windows.get(unit, Window(now, now))
+            windows[unit] = Window(min(before.vacate, now), max(before.reload, now + 1))
+    return windows
+
+
+@settings(max_examples=150)
+@example(Shape(1, 2, 7, 1), (1, 2), Rate(0.0, 1.0), 0.0, 0.75, 467)  # the last that goes was leaving anyway
+@given(
+    SHAPES,
+    st.sampled_from([(1,), (1, 2), (5, 0, 3)]),
+    st.builds(Rate, st.sampled_from([0.0, 0.1]), st.sampled_from([0.2, 0.5, 1.0, 3.0, 20.0])),
+    st.sampled_from([0.0, 0.7]),
+    st.floats(-0.1, 1.0),
+    st.integers(0, 2**16),
+)
 def test_units_are_forced_one_by_one_those_first_that_are_waited_for_least(
-    shape: Shape, weights: tuple[int, ...], link: Rate, now: int, share: float
+    shape: Shape, weights: tuple[int, ...], link: Rate, attention: float, part: float, seed: int
 ) -> None:
-    units = RankUnits.of(on_paper(build("slimpipe", shape)), sizes_of(shape, weights), link, 0)
-    now %= len(units.begins)
-    flying = [unit for unit, at in units.forward.items() if at < now < units.backward[unit]]
-    outs = {unit: units.ends[at] for unit, at in units.forward.items()}
-    holds = sum(units.bytes_held[unit.chunk] for unit in flying)
-    left, expected, rest = holds, list[Unit](), list(flying)
-    while left > share * holds and rest:
-        shortest = min(rest, key=lambda unit: (units._wait(unit, now, outs[unit]), -units.backward[unit], unit))
-        rest.remove(shortest)
-        expected.append(shortest)
-        left -= units.bytes_moved[shortest.chunk]
-    assert set(units._enough(flying, now, holds, share * holds, outs)) == set(expected)
+    """In reach or not, beside some that leave and come back in time."""
+    chance = Random(seed)
+    timeline = on_paper(build("slimpipe", shape), costs=sliced_costs(shape.n, attention))
+    for rank in range(shape.p):
+        units = RankUnits.of(timeline, sizes_of(shape, weights), link, rank)
+        some = [unit for unit in units.alone if chance.random() < 0.5]
+        windows = {unit: window for unit, window in units.windows(some).items() if not window.empty}
+        budget = part * max(units.held({}))
+        assert force(units, windows, budget) == forced_one_by_one(units, windows, budget)
+
+
+@pytest.mark.parametrize("budget", [0.5, 50.0])
+def test_a_thousand_units_in_flight_are_not_looked_at_again_for_every_compute(budget: float) -> None:
+    """Out of reach, and in reach of a link that is far too slow: 0.1 s of CPU each, and 4 to 10 when they were."""
+    plan = build("slimpipe", Shape(1, 8, 128, 2))
+    timeline = on_paper(plan, costs=sliced_costs(128, 0.7))
+    units = RankUnits.of(timeline, UnitBytes.equal(plan.shape), Rate(0.0, 0.2), 0)
+    began = time.process_time()
+    windows = force(units, {}, budget)
+    assert time.process_time() - began < 2
+    assert (max(units.held(windows)) <= budget) == (budget > 1)
 
 
 def test_what_can_be_done_is_done_where_the_budget_is_out_of_reach() -> None:

@@ -69,7 +69,7 @@ def plan(
     console.print(_table(found[:top], search))
     fastest = found[0]
     typer.echo(
-        "On paper: without optimizer and launches; steps measured on H200s took 5 to 9 % longer (docs/measurements.md)."
+        "On paper: without optimizer and launches; steps measured on H200s took 2 to 9 % longer (docs/measurements.md)."
     )
     typer.echo(f"The fastest: {' '.join(fastest.overrides)}")
     if output is not None:

@@ -284,7 +284,13 @@ class SlotStreams:
 
     def allocate(self, slots: StreamedSlots, k: Tensor, v: Tensor) -> None:
         """Host memory of one layer, and room on the device that is large enough for it; layers may differ. Raises
-        KVHostMemoryError."""
+        KVHostMemoryError, and ValueError where values are not like their keys, whose places they have."""
+        if (v.shape, v.dtype) != (k.shape, k.dtype):
+            of_k, of_v = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (k, v))
+            raise ValueError(
+                f"memory.kv_swap: layer {slots.layer} attends with k {of_k}, v {of_v}; give slice.attend both in one "
+                "shape and dtype, or set it to off"
+            )
         slots.like = k.new_empty((k.shape[0], 0, *k.shape[2:]))
         numbers = k.shape[0] * slots.slice_tokens * k[0, 0].numel()
         keys, gradients = numbers * k.element_size(), numbers * wide(k.dtype).itemsize

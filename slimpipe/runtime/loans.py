@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -78,21 +79,30 @@ class Loans:
 
     def warm_up(self, query: torch.Size, keys: Tensor, actions: Iterable[Action]) -> None:
         """Learns the shapes of a layer's attention and takes the buffers for `actions`, the rank's list; then each pair
-        of ranks with a loan meets once, in one order.
+        of ranks with a loan meets once, in one order, and compares these shapes.
 
-        NCCL connects two ranks at their first transfer, with allocations that can wait for the device.
+        NCCL connects two ranks at their first transfer, with allocations that can wait for the device. Raises
+        ValueError on both ranks of a pair whose layers attend in unlike shapes or dtypes.
         """
         b, s, heads, d = query
         self.shapes = Shapes(b, s, heads, keys.shape[2], d, keys.dtype, keys.device)
         for exchange in map(self.of, actions):
             if exchange is not None:
                 exchange.reserve()
+        own = torch.tensor([_digest(self.shapes)], device=keys.device)
+        found: dict[int, Tensor] = {}
         pairs = sorted({(min(loan.owner, loan.helper), max(loan.owner, loan.helper)) for loan in self.plan.loans})
         for pair in pairs:
             if self._rank in pair:
                 (peer,) = set(pair) - {self._rank}
-                sent, received = (torch.zeros(1, dtype=keys.dtype, device=keys.device) for _ in range(2))
-                self.traffic.post([(sent, peer)], [(received, peer)]).wait()
+                found[peer] = torch.zeros_like(own)
+                self.traffic.post([(own, peer)], [(found[peer], peer)]).wait()
+        for peer, theirs in found.items():
+            if not torch.equal(theirs, own):
+                raise ValueError(
+                    f"pipeline.exchange = {self.plan.mode}: layers of rank {peer} attend in other shapes or dtypes "
+                    f"than those of rank {self._rank}; set it to off"
+                )
 
     def begin(self) -> None:
         """Starts a step; what a step that failed has left is let go."""
@@ -109,6 +119,11 @@ class Loans:
 
     def _sends_keys(self, loan: Loan) -> bool:
         return loan.slot.kind == "F" or not self._is_kept(loan)
+
+
+def _digest(shapes: Shapes) -> int:
+    """Of what two ranks must have in common."""
+    return zlib.crc32(repr((shapes.b, shapes.s, shapes.heads, shapes.kv_heads, shapes.d, shapes.dtype)).encode())
 
 
 def _name(loan: Loan) -> tuple[object, ...]:

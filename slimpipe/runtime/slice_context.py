@@ -24,10 +24,23 @@ T = TypeVar("T")
 
 
 class AttentionShapes(NamedTuple):
-    """What one layer's attention is given of a slice: shapes of q [b, s, heads, d] and of k [b, s, kv_heads, d]."""
+    """What one layer's attention is given of a slice: shapes of q [b, s, heads, d], of k and v [b, s, kv_heads, d]; and
+    the dtypes of the three."""
 
     query: torch.Size
     keys: torch.Size
+    values: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+
+    @property
+    def alike(self) -> bool:
+        """Whether values are shaped as keys, and all three are of one dtype."""
+        return self.values == self.keys and len(set(self.dtypes)) == 1
+
+    def __str__(self) -> str:
+        shapes = (self.query, self.keys, self.values)
+        parts = zip("qkv", self.dtypes, shapes, strict=True)
+        return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, dtype, shape in parts)
 
 
 def _send_keys(exchange: LayerExchange, index: int, slots: LayerSlots, place: SlicePlace, gradient: Tensor) -> None:
@@ -57,12 +70,12 @@ class SliceContext:
         self._memo: dict[str, Any] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._meet(layer, q, k)
+        self._meet(layer, q, k, v)
         return sliced_attention(q, k, v, self._slots[layer], self._place, self._backend, self._exchanges)
 
     def attend_to_keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`attend` in a block's first run: (out, LSE)."""
-        self._meet(layer, q, k)
+        self._meet(layer, q, k, v)
         return attention_to_keep(q, k, v, self._attention(layer))
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -72,7 +85,7 @@ class SliceContext:
     def _attention(self, layer: int) -> LayerAttention:
         return LayerAttention(self._slots[layer], self._place, self._backend, self._exchanges)
 
-    def _meet(self, layer: int, q: Tensor, k: Tensor) -> None:
+    def _meet(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if layer not in self._slots:
             held = ", ".join(map(str, self._slots))
             raise ValueError(
@@ -80,7 +93,7 @@ class SliceContext:
             )
         if layer in self.attended:
             raise ValueError(f"slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys")
-        self.attended[layer] = AttentionShapes(q.shape, k.shape)
+        self.attended[layer] = AttentionShapes(q.shape, k.shape, v.shape, (q.dtype, k.dtype, v.dtype))
 
     def enter_layer(self, layer: int) -> None:
         """Before a block: lent keys and values leave now, ahead of the block's norm and projection."""

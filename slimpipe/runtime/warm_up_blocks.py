@@ -162,9 +162,15 @@ def _make(block: nn.Module) -> Hashable:
 def _refuse_unlike(mode: str, layer: int, found: AttentionShapes | None, first: AttentionShapes | None) -> None:
     if found is None:
         raise ValueError(f"pipeline.exchange = {mode}: layer {layer} did not call slice.attend; set it to off")
+    if not found.alike:
+        raise ValueError(
+            f"pipeline.exchange = {mode}: layer {layer} attends with {found}; give slice.attend v in the shape of k "
+            "and all three in one dtype, or set it to off"
+        )
     if found != first:
         raise ValueError(
-            f"pipeline.exchange = {mode}: layer {layer} attends in other shapes than layers before it; set it to off"
+            f"pipeline.exchange = {mode}: layer {layer} attends in other shapes or dtypes than layers before it; set "
+            "it to off"
         )
 
 

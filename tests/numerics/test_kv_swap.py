@@ -3,6 +3,7 @@ streams whose copies come as late as they may, or in odd orders."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -108,6 +109,22 @@ def test_layers_that_differ(model: str) -> None:
     terms = session.footprint.terms
     assert keys.device_bytes == terms["KV slots"] + terms["dK, dV"]
     assert 0 < keys.arenas.in_use < session.planned.kv_bytes(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtypes": [["float32", "bfloat16", "float32"]]}, "k bfloat16 [1, 16, 2, 8], v float32 [1, 16, 2, 8]"),
+        ({"dtypes": [["float32"] * 3], "width": 6}, "k float32 [1, 16, 2, 8], v float32 [1, 16, 2, 6]"),
+    ],
+    ids=["dtype", "width"],
+)
+def test_values_unlike_their_keys_are_refused(options: dict[str, Any], said: str) -> None:
+    """In a room that is made for keys, values would be rounded to their dtype."""
+    sections = {"model": {"name": "tests.support.unlike_models:UnequalLayers", "options": options}}
+    Session(config_of(case(n=4), **sections))
+    with pytest.raises(ValueError, match=f"^memory.kv_swap: layer 0 attends with {re.escape(said)}"):
+        Session(with_keys(case(n=4), **sections), streams=SimulatedStreams())
 
 
 # ---- what is left out shows ----

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slimpipe.config import Config
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Slice(Protocol):
@@ -42,7 +43,7 @@ class Slice(Protocol):
 
     @property
     def again(self) -> bool:
-        """Whether the block runs a second time, for its backward alone.
+        """Whether the block runs a second time, for its backward alone, and its `forward` is marked by `leaves_out`.
 
         Neither the k and v that it gives to `attend` are read then, nor its output: a block may leave out what only
         those need. Their gradients come as ever.
@@ -63,6 +64,22 @@ class Slice(Protocol):
         It must depend on no parameter and no activation, and all blocks must mean the same by one key.
         """
         ...
+
+
+def leaves_out(forward: F) -> F:
+    """Decorator of a block's `forward` that leaves out what `Slice.again` says.
+
+    The mark is the function's: a block that overrides it, or that runs another block as a part of its own, goes on to
+    compute with what came out, and so is never told `again` unless marked itself.
+    """
+    forward.leaves_out = True  # type: ignore[attr-defined]
+    return forward
+
+
+def may_leave_out(block: nn.Module) -> bool:
+    """Whether nobody computes with what a second run of `block` gives: its `forward` is marked, and no hook has a look
+    at the output."""
+    return getattr(block.forward, "leaves_out", False) and not block._forward_hooks
 
 
 def initialise(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:

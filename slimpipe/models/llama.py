@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from slimpipe.kernels.rope import inverse_frequencies, rope, rope_of_heads, rope_table
-from slimpipe.models.contract import Slice
+from slimpipe.models.contract import Slice, leaves_out
 from slimpipe.models.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, project_residual
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.mlp = SwiGLU(model.hidden_size, model.intermediate_size, config.memory.recompute)
 
+    @leaves_out
     def forward(self, x: Tensor, slice: Slice) -> Tensor:
         attended, x = self.attention(x, self.attention_norm, slice)
         fed, x = self.mlp.of_residual(x, attended, self.mlp_norm, slice.again)

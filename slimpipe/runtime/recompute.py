@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimpipe.kernels.twice import run_twice
-from slimpipe.models.contract import Slice
+from slimpipe.models.contract import Slice, may_leave_out
 from slimpipe.runtime.slice_context import SliceContext
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run_block(block: nn.Module, x: Tensor, slice: Slice, recompute: Recompute) -
         return out, run.kept()
 
     def second(x: Tensor, *kept: Tensor) -> Tensor:
-        out: Tensor = block(x, _SecondRun(slice, kept))
+        out: Tensor = block(x, _SecondRun(slice, kept, may_leave_out(block)))
         return out
 
     return run_twice(first, second, x)
@@ -74,12 +74,11 @@ class _FirstRun:
 
 
 class _SecondRun:
-    """The slice as a block's second run sees it. `kept`: (out, LSE) of its attention, or nothing."""
+    """The slice as a block's second run sees it. `kept`: (out, LSE) of its attention, or nothing. `again`: what the
+    block is told (`Slice.again`)."""
 
-    again = True
-
-    def __init__(self, slice: SliceContext, kept: Sequence[Tensor]) -> None:
-        self._slice, self._kept = slice, kept
+    def __init__(self, slice: SliceContext, kept: Sequence[Tensor], again: bool) -> None:
+        self._slice, self._kept, self.again = slice, kept, again
         self.positions = slice.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def test_what_comes_back_from_the_host_is_met_too(recompute: str, pool: Callable
 
 
 def test_keys_that_stream_are_met_too(pool: Callable[[int], Pool]) -> None:
-    streamed = case(pp=2, v=2, n=8, m=2, recompute="all_but_attention", **_COMMON)
+    streamed = case(pp=2, v=2, n=8, m=2, recompute="all_but_attention", vocab_parallel=True)
     for rank, (warm, later) in enumerate(pool(2).run(met_in_turn, streamed, "llama", {"swap": 1.0, "kv_swap": "on"})):
         assert later.compiled == [], f"rank {rank}"
         assert set(later.attention) <= set(warm.attention), f"rank {rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -11,9 +12,20 @@ from slimpipe.plan.exchange import ExchangeSetting
 from slimpipe.plan.hardware_file import load_hardware
 from slimpipe.plan.on_paper import Head, PaperPlan, Vocab
 from slimpipe.plan.swap import Amount, KeysSetting, SwapSetting, host_link, key_stream, unit_bytes
-from slimpipe.schedule import MODES, Costs, Mode, Shape, equal_costs, place_layers, sliced_costs
+from slimpipe.schedule import MODES, Costs, Mode, PlanError, Shape, equal_costs, place_layers, sliced_costs
 
 _VOCAB: Final[tuple[Vocab, ...]] = ("off", "last", "parallel")
+_OPTIONS: Final = {
+    "parallel.pp": "--pp",
+    "pipeline.exchange": "--exchange",
+    "pipeline.schedule": "--schedule",
+    "pipeline.slices": "--slices",
+    "pipeline.virtual_stages": "--virtual-stages",
+    "pipeline.vocab_parallel = true": "--vocab = parallel",
+    "train.global_batch": "--microbatches",
+}
+"""What the schedule's refusals call by the settings' keys, as these commands call it."""
+_KEYS: Final = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, _OPTIONS))})(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -40,11 +52,14 @@ class PaperOptions:
 
     def plan(self) -> PaperPlan:
         """Raises ConfigError, or PlanError, with the option's name and what to change."""
-        shape = self._shape()
-        setting = self._setting(shape)
-        costs = self._costs()
-        swaps, keys, mode = self._swaps(shape, setting), self._keys(shape), cast(Mode, self.exchange)
-        return PaperPlan.of(self.schedule, shape, costs, self._head(), mode, setting, swaps, keys)
+        try:
+            shape = self._shape()
+            setting = self._setting(shape)
+            costs = self._costs()
+            swaps, keys, mode = self._swaps(shape, setting), self._keys(shape), cast(Mode, self.exchange)
+            return PaperPlan.of(self.schedule, shape, costs, self._head(), mode, setting, swaps, keys)
+        except PlanError as error:
+            raise PlanError(_KEYS.sub(lambda key: _OPTIONS[key[0]], str(error))) from error
 
     def _shape(self) -> Shape:
         options = ("pp", "virtual_stages", "slices", "microbatches")

@@ -224,7 +224,7 @@ MODEL_AND_MACHINE = [
     train("no name of a model", "'model.name=a b'",
           "model.name = a b: unknown model; must be llama or package.module:Class"),
     train("weights from nowhere", "train.init_from={tmp}/none",
-          "train.init_from = {tmp}/none: {tmp}/none: no such folder; give a run, a checkpoint or a Hugging "
+          "train.init_from = {tmp}/none: no such folder; give a run, a checkpoint or a Hugging "
           "Face folder"),
     train("a package that is not installed", "log.wandb=project",
           "log.wandb = project: wandb is not installed; pip install 'slimpipe[wandb]'"),
@@ -255,7 +255,7 @@ OTHER_COMMANDS = [
             "…Invalid value for '--max-tokens': …"),
     command("simulate no rank", "simulate --pp 0", "--pp = 0: must be a whole number > 0"),
     command("simulate an unknown schedule", "simulate --schedule zigzag",
-            "pipeline.schedule = zigzag: unknown; use one of gpipe, 1f1b, interleaved, slimpipe"),
+            "--schedule = zigzag: unknown; use one of gpipe, 1f1b, interleaved, slimpipe"),
     command("simulate too much attention", "simulate --attention-share 2",
             "--attention-share = 2.0: must be a number >= 0 and <= 1"),
     command("simulate half an option", "simulate --vocab last",

@@ -105,9 +105,9 @@ def test_draw(tmp_path: Path) -> None:
         ),
         (
             f"{HARDWARE} --pp 3 --slices 16",
-            "pipeline.exchange needs stages of equally many layers: stage 0 has 6 and stage 1 has 5; use a multiple of "
-            "the 3 stages (parallel.pp x pipeline.virtual_stages) for model.layers, equal pipeline.layers_per_stage, "
-            "or pipeline.exchange = off",
+            "--exchange needs stages of equally many layers: stage 0 has 6 and stage 1 has 5; use a multiple of "
+            "the 3 stages (--pp x --virtual-stages) for model.layers, equal pipeline.layers_per_stage, "
+            "or --exchange = off",
         ),
     ],
 )

@@ -83,7 +83,9 @@ def _open(config: Config) -> Source:
 
 
 def _told(config: Config, error: ValueError) -> ValueError:
-    return ValueError(f"train.init_from = {config.train.init_from}: {error}")
+    """Under the key, which says the folder already."""
+    folder = config.train.init_from
+    return ValueError(f"train.init_from = {folder}: {str(error).removeprefix(f'{folder}: ')}")
 
 
 def _plain(config: Config, key: str) -> Any:

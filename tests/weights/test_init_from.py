@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         note = checkpoint.place(source, 7) / "note.json"
         note.write_text(json.dumps({"format": 1, "settings": {}}))
         refuse_source(settings(source, tmp_path / "run", 1, {}, vocab_size=302))
-    with pytest.raises(ValueError, match="train.init_from = .*nothing: no such folder; give a run, a checkpoint or"):
+    with pytest.raises(ValueError, match="train.init_from = [^:]*nothing: no such folder; give a run, a checkpoint or"):
         refuse_source(settings(tmp_path / "nothing", tmp_path / "run", 1, {}))
 
 

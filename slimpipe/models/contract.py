@@ -20,6 +20,7 @@ random numbers are the same again. `norms` and `mlp` are what the block makes of
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -131,8 +132,24 @@ def build_model(config: Config) -> nn.Module:
         raise ValueError(
             f"model.layers = {config.model.layers}: {name} built {len(model.layers)} layers; make them agree"
         )
+    for layer, block in enumerate(model.layers):
+        _refuse_other_call(name, layer, block)
     _refuse_strays(name, model)
     return model
+
+
+def _refuse_other_call(name: str, layer: int, block: nn.Module) -> None:
+    """Blocks are called as `block(x, slice)`."""
+    try:
+        taken = inspect.signature(block.forward)
+    except (TypeError, ValueError):  # of something compiled
+        return
+    try:
+        taken.bind("x", "slice")
+    except TypeError as error:
+        raise ValueError(
+            f"model.name = {name}: layers.{layer} has forward{taken}, which is called as forward(x, slice): {error}"
+        ) from error
 
 
 def _refuse_strays(name: str, model: Any) -> None:

@@ -89,10 +89,13 @@ class SliceContext:
         if layer not in self._slots:
             held = ", ".join(map(str, self._slots))
             raise ValueError(
-                f"slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own index"
+                f"model.name: slice.attend(layer={layer}): not a layer of this chunk ({held}); pass the block's own "
+                "index"
             )
         if layer in self.attended:
-            raise ValueError(f"slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys")
+            raise ValueError(
+                f"model.name: slice.attend(layer={layer}): called twice for one slice; a layer has one set of keys"
+            )
         self.attended[layer] = AttentionShapes(q.shape, k.shape, v.shape, (q.dtype, k.dtype, v.dtype))
 
     def enter_layer(self, layer: int) -> None:

@@ -9,7 +9,7 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -49,8 +49,8 @@ class _Run:
 class Blocks:
     """Of one rank. The making of it has every block take the memory of its KV slots, over one slice.
 
-    Raises ValueError where a block returns another kind of tensor than it was given, or where the exchange is to lend
-    between blocks that attend in different shapes.
+    Raises ValueError where a block returns another kind of tensor than it was given or attends as another layer, or
+    where the exchange is to lend between blocks that attend in different shapes.
     """
 
     def __init__(self, engine: Engine, inputs: Inputs) -> None:
@@ -130,10 +130,12 @@ class Blocks:
         context = engine.context(chunk, number, place, self._inputs.device)
         x = self._inputs.slice(engine.slice_tokens).requires_grad_(torch.is_grad_enabled())
         before = _allocated(x.device)
+        layer = stage.layers[index]
         out = stage.run_block(index, x, context)
-        refuse_other(f"layer {stage.layers[index]}", out, x)
+        refuse_other(f"layer {layer}", out, x)
+        _refuse_foreign(layer, context.attended)
         # The output takes the place of the next block's input, so it counts once a layer.
-        return _Run(out, _allocated(x.device) - before, context.attended.get(stage.layers[index]))
+        return _Run(out, _allocated(x.device) - before, context.attended.get(layer))
 
 
 @contextmanager
@@ -151,6 +153,15 @@ def refuse_other(part: str, out: Tensor, expected: Tensor) -> None:
         raise ValueError(
             f"model.name: {part} returns {found} where {wanted} is needed; see slimpipe/models/contract.py"
         )
+
+
+def _refuse_foreign(layer: int, attended: Iterable[int]) -> None:
+    """A block that attends as another would read and write that one's keys."""
+    for other in attended:
+        if other != layer:
+            raise ValueError(
+                f"model.name: the block of layer {layer} calls slice.attend(layer={other}); pass the block's own index"
+            )
 
 
 def _make(block: nn.Module) -> Hashable:

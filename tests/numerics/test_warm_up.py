@@ -318,6 +318,14 @@ def test_a_part_that_returns_what_the_next_cannot_take_is_told(recompute: str, n
         Session(config)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_block_that_attends_as_another_is_told_before_the_first_step(recompute: str) -> None:
+    config = config_of(case(n=4, recompute=recompute), model={"name": "tests.support.failing_models:OfOneIndex"})
+    said = r"^model.name: the block of layer 1 calls slice.attend\(layer=0\); pass the block's own index$"
+    with pytest.raises(ValueError, match=said):
+        Session(config)
+
+
 @pytest.mark.parametrize(
     ("total", "small", "allocated", "free", "taken"),
     [

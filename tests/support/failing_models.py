@@ -107,6 +107,22 @@ class WithAWideHead(Llama):
         self.head.register_forward_hook(lambda module, inputs, out: out.double())
 
 
+class WithoutASlice(Llama):
+    """Its third block is plain PyTorch's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers[2] = nn.Linear(config.model.hidden_size, config.model.hidden_size)
+
+
+class OfOneIndex(Llama):
+    """Every block takes itself for the first."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(Block(config, 0) for _ in range(config.model.layers))
+
+
 class WithAFrozenWeight(Llama):
     """Was trained as a whole without a word."""
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains CONFIG with torchrun, on one node or many; run it on every node. Its exit status is that of the training.
+# Trains CONFIG with torchrun, on one node or many; run it on every node. Its exit status is 0 where training ended well,
+# else torchrun's 1, whose summary names the status of the process that failed.
 # Run it again to go on where a run was stopped. SIGTERM or SIGINT (Ctrl-C), on any node, has it save and exit with 0;
 # a second one ends it at once.
 #

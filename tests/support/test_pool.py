@@ -102,8 +102,9 @@ def test_a_dead_rank_is_named_with_its_last_words(own: Workers) -> None:
 
 
 def test_a_hang_shows_every_ranks_stack_and_the_next_run_works(own: Workers) -> None:
+    Pool(own, 2).run(add_up, 1.0)  # workers are started, which may take longer than what follows
     with pytest.raises(PoolError) as caught:
-        Pool(own, 2).run(wait_for_nobody, timeout=1)
+        Pool(own, 2).run(wait_for_nobody, timeout=3)
     text = str(caught.value)
     assert text.count("still running when the time was up") == 2
     assert "a_pause_worth_naming" in text and "in wait_for_nobody" in text and "in recv" in text

@@ -65,6 +65,7 @@ def config_of(p: int, n: int, v: int, setting: str) -> Config:
             f"train.global_batch={MICROBATCHES}",
             f"model.layers={p * v}",
             "model.vocab_size=131072",
+            "memory.recompute=norms",
             *SETTINGS[setting],
         ],
     )

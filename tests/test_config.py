@@ -729,7 +729,7 @@ def test_quickstart_runs_in_every_promised_shape(pp: int, v: int, n: int) -> Non
 
 def test_llama_16l() -> None:
     config = load_config(LLAMA)
-    assert (config.model.head_dim, config.data.sequence_length, config.shape) == (128, 65536, Shape(2, 1, 16, 2))
+    assert (config.model.head_dim, config.data.sequence_length, config.shape) == (128, 65536, Shape(2, 4, 4, 2))
 
 
 def test_the_reference_page_is_current() -> None:

@@ -11,10 +11,10 @@ from slimpipe.config import load_config
 from slimpipe.models.contract import build_model
 from slimpipe.plan.footprint import Footprints
 from slimpipe.plan.memory import output_chunk
-from slimpipe.schedule import place_layers, simulate, sliced_costs
+from slimpipe.schedule import place_layers
 from slimpipe.schedule.formulas import bubble_fraction
 from slimpipe.train.forecast import rank_parameters
-from slimpipe.train.planning import make_evaluation_plan, make_plan
+from slimpipe.train.planning import by_operations, make_evaluation_plan, make_plan
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GIB = 2**30
@@ -42,7 +42,7 @@ def test_a_preset_plans_simulates_and_fits(name: str) -> None:
 
     found = make_plan(config)
     shape = config.shape
-    timeline = simulate(found.plan, sliced_costs(shape.n, 0.5))
+    timeline = by_operations(config, found)
     assert timeline.bubble_fraction < 2 * float(bubble_fraction("slimpipe", shape)) + 0.15
     evaluation = make_evaluation_plan(config, found, lambda what: None)
     assert evaluation.peaks.kv_slots == ((shape.n,) * shape.v,) * shape.p

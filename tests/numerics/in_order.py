@@ -13,6 +13,7 @@ from slimpipe.schedule import Link
 from slimpipe.train.session import Session
 from tests.numerics.harness import RankReport, batch_of, config_of, report, roughen
 from tests.support.cover import Case
+from tests.support.random_states import one_thread_at_a_time
 
 
 def run_in_threads(case: Case, communicator: Callable[[Link], Hashable] = lambda link: link) -> list[RankReport]:
@@ -33,7 +34,7 @@ def run_in_threads(case: Case, communicator: Callable[[Link], Hashable] = lambda
         finally:
             world.leave(rank)
 
-    with ThreadPoolExecutor(case.pp) as threads:
+    with one_thread_at_a_time(), ThreadPoolExecutor(case.pp) as threads:
         ranks = [threads.submit(one_rank, rank) for rank in range(case.pp)]
         return [rank.result() for rank in ranks]
 

@@ -22,6 +22,7 @@ from tests.numerics.harness import RankReport, batch_of, case, config_of, report
 from tests.numerics.in_order import in_threads
 from tests.support.cover import Case
 from tests.support.pool import Pool
+from tests.support.random_states import one_thread_at_a_time
 from tests.support.shared_memory import Node, ended
 
 CASES = [
@@ -63,7 +64,7 @@ def over_lanes(rank: int, world: int, case: Case) -> list[RankReport]:
         finally:
             others.leave(rank)
 
-    with ended(devices), ThreadPoolExecutor(case.pp) as threads:
+    with one_thread_at_a_time(), ended(devices), ThreadPoolExecutor(case.pp) as threads:
         ranks = [threads.submit(one_rank, rank) for rank in range(case.pp)]
         return [found.result() for found in ranks]
 

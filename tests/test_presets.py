@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 
 from slimpipe.config import load_config
 from slimpipe.models.contract import build_model
@@ -13,7 +14,7 @@ from slimpipe.plan.footprint import Footprints
 from slimpipe.plan.memory import output_chunk
 from slimpipe.schedule import place_layers
 from slimpipe.schedule.formulas import bubble_fraction
-from slimpipe.train.forecast import rank_parameters
+from slimpipe.train.forecast import Forecast, rank_parameters
 from slimpipe.train.planning import by_operations, make_evaluation_plan, make_plan
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -65,3 +66,18 @@ def test_a_preset_says_its_tokens_a_step() -> None:
         config = load_config(CONFIGS / f"{name}.yaml")
         assert config.train.global_batch * config.data.sequence_length == 1_048_576
         assert Fraction(config.model.layers, config.parallel.pp).denominator == 1
+
+
+def test_the_preset_for_two_gpus_says_its_memory() -> None:
+    """With the memory that its ranks share, and with the output layer of 128,256 words."""
+    text = (CONFIGS / "llama_16l.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+
+    def fullest(*overrides: str) -> float:
+        config = load_config(CONFIGS / "llama_16l.yaml", overrides)
+        forecast = Forecast(config, make_plan(config), torch.device("cuda", 0), round(140.4 * GIB))
+        return max(rank.total for rank in forecast.memory) / GIB
+
+    more, words = fullest(), fullest("model.vocab_size=128256")
+    assert f"takes {more:.0f} GiB as predicted, and {words:.0f} with those" in text
+    lean = ["pipeline.slices=16", "pipeline.virtual_stages=1", "pipeline.exchange=off", "memory.recompute=norms"]
+    assert fullest(*lean) == pytest.approx(more - 30, abs=1)

@@ -71,16 +71,18 @@ def leaves_out(forward: F) -> F:
     """Decorator of a block's `forward` that leaves out what `Slice.again` says.
 
     The mark is the function's: a block that overrides it, or that runs another block as a part of its own, goes on to
-    compute with what came out, and so is never told `again` unless marked itself.
+    compute with what came out, and so is never told `again` unless marked itself. Nor is one whose `forward` is
+    wrapped: `functools.wraps` copies the mark, which says whose it is.
     """
-    forward.leaves_out = True  # type: ignore[attr-defined]
+    vars(forward)["leaves_out"] = forward
     return forward
 
 
 def may_leave_out(block: nn.Module) -> bool:
     """Whether nobody computes with what a second run of `block` gives: its `forward` is marked, and no hook has a look
     at the output."""
-    return getattr(block.forward, "leaves_out", False) and not block._forward_hooks
+    forward = getattr(block.forward, "__func__", block.forward)
+    return getattr(forward, "leaves_out", None) is forward and not block._forward_hooks
 
 
 def initialise(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:

@@ -56,10 +56,10 @@ class Routes:
         if not far:
             return "symmetric memory"
         reasons = {self._why_apart(*pair) for pair in pairs if self.symmetric and not self.near(*pair)}
-        why = f": {'; '.join(sorted(reasons))}" if reasons else ""
+        why = "; ".join(sorted(reasons))
         if not near:
-            return f"{self.backend}{why and f' ({why[2:]})'}"
-        return f"symmetric memory ({'; '.join(near)}) and {self.backend} ({'; '.join(far)}{why})"
+            return f"{self.backend} ({why})" if why else self.backend
+        return f"symmetric memory ({'; '.join(near)}) and {self.backend} ({'; '.join(far)}: {why})"
 
     def _why_apart(self, one: int, other: int) -> str:
         """Of two ranks that do not share memory where they would if they could."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,17 +43,33 @@ class Hooked(Block):
         self.register_forward_hook(lambda block, inputs, out: out.sin())
 
 
+def with_sine(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Tensor:
+        return forward(*args).sin()
+
+    return wrapper
+
+
+class Wrapped(Block):
+    """Has a decorator that does, and that copies what is marked."""
+
+    forward = with_sine(Block.forward)  # type: ignore[assignment]
+
+
 class MadeOfLlamas(Llama):
     """`model.options`: the class of its blocks (`block`)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        make = {"derived": Derived, "holder": Holder, "hooked": Hooked}[config.model.options["block"]]
+        make = {"derived": Derived, "holder": Holder, "hooked": Hooked, "wrapped": Wrapped}[
+            config.model.options["block"]
+        ]
         self.layers = torch.nn.ModuleList(make(config, layer) for layer in range(config.model.layers))
 
 
 @pytest.mark.parametrize("mode", ["all_but_attention", "full"])
-@pytest.mark.parametrize("block", ["derived", "holder", "hooked"])
+@pytest.mark.parametrize("block", ["derived", "holder", "hooked", "wrapped"])
 def test_a_block_made_out_of_llamas_computes_all_that_it_reads(block: str, mode: str) -> None:
     model = {"name": f"{__name__}:{MadeOfLlamas.__name__}", "options": {"block": block}}
 
@@ -65,7 +83,7 @@ def test_a_block_made_out_of_llamas_computes_all_that_it_reads(block: str, mode:
         assert relative_error(found[name], gradient) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("block", [Block, Derived])
+@pytest.mark.parametrize("block", [Block, Derived, Wrapped])
 def test_only_llamas_own_forward_leaves_out(block: Any) -> None:
     config = config_of(case(n=2))
     assert may_leave_out(block(config, 0)) == (block is Block)
